@@ -1,0 +1,94 @@
+"""rank_report and state_nbytes: what an optimizer state holds, on the host."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from adapprox_jax.second_moment import ScaleByAdapproxState
+
+
+class RankInfo(NamedTuple):
+    """What is kept for one factored leaf. Stacked leaves have arrays with a number per matrix."""
+
+    shape: tuple[int, ...]  # of the parameter
+    rank: int | np.ndarray  # columns in use
+    capacity: int  # columns of the buffers
+    error: float | np.ndarray  # the paper's xi: error of the last factorization, relative
+    nbytes: int  # of q and u
+    dense_nbytes: int  # of a dense second moment in the parameter's dtype
+    drift: float | np.ndarray  # bound of the relative distance from the exact second moment
+
+
+def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
+    """Rank, error and memory of every factored leaf of an optimizer state.
+
+    Args:
+      opt_state: Any Optax state that holds a `ScaleByAdapproxState` somewhere, with concrete
+        arrays.
+      params: The parameters that it was made for; only paths, shapes and dtypes are read.
+
+    Returns:
+      A dict from the path of the parameter, as `jax.tree_util.keystr` writes it, to `RankInfo`.
+      Dense leaves are left out.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
+      >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=4, max_rank=4)
+      >>> report = adapprox_jax.rank_report(tx.init(params), params)
+      >>> report["['kernel']"].rank, report["['kernel']"].nbytes
+      (4, 12288)
+    """
+    shapes = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
+    }
+    report = {}
+    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState))
+    for state in (s for s in states if isinstance(s, ScaleByAdapproxState)):
+        columns = [jax.tree.leaves(tree) for tree in (state.q, state.u, state.error, state.drift)]
+        ranks, _ = jax.tree_util.tree_flatten_with_path(state.rank)
+        for (path, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
+            if q.ndim == 0:
+                continue
+            name = jax.tree_util.keystr(path)
+            param = shapes[name]
+            norm = np.sqrt(np.sum(np.square(np.asarray(u, np.float64)), axis=(-2, -1)))
+            report[name] = RankInfo(
+                shape=tuple(param.shape),
+                rank=_number(rank),
+                capacity=q.shape[-1],
+                error=_number(error),
+                nbytes=q.nbytes + u.nbytes,
+                dense_nbytes=math.prod(param.shape) * param.dtype.itemsize,
+                drift=_number(np.asarray(drift, np.float64) / np.where(norm == 0, 1, norm)),
+            )
+    return report
+
+
+def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
+    """Bytes of an optimizer's state, without allocating it.
+
+    Args:
+      tx: Any Optax transformation.
+      params: Parameters, or `jax.ShapeDtypeStruct`s in their place.
+
+    Returns:
+      The bytes of all arrays of the state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, adapprox_jax
+      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+      >>> adapprox_jax.state_nbytes(optax.adamw(1e-3), params)
+      33554436
+    """
+    state = jax.eval_shape(tx.init, params)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _number(x: Any) -> Any:
+    array = np.asarray(x)
+    return array.item() if array.ndim == 0 else array

@@ -1,0 +1,166 @@
+"""An n-d leaf as a batch of matrices, and back."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import optax
+
+
+class MatrixDimensionNumbers(NamedTuple):
+    """Which axes of a leaf form the rows and which the columns of its matrices.
+
+    All other axes are batch: each index of theirs is a matrix of its own, with its own rank. No
+    rows or no columns: the leaf keeps a dense second moment. The idea is that of
+    `optax.contrib.MuonDimensionNumbers`.
+    """
+
+    rows: int | Sequence[int] = 0
+    columns: int | Sequence[int] = 1
+
+
+# A tree of MatrixDimensionNumbers that is a prefix of the parameters' (None: the default view),
+# or a function from the parameters to it.
+WeightDimensionNumbers: TypeAlias = Any | Callable[[Any], Any] | None
+
+
+class MatrixView(NamedTuple):
+    """Axes of one leaf, as non-negative integers. `rows` hold no more numbers than `columns`."""
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether there are both rows and columns."""
+        return bool(self.rows and self.columns)
+
+
+def matrix_view(
+    shape: tuple[int, ...], dimension_numbers: MatrixDimensionNumbers | None = None
+) -> MatrixView:
+    """The view of a leaf as matrices, turned so that the rows are the shorter side.
+
+    By default the two largest axes (of equal ones the last) are rows and columns and all others
+    are batch, which is the rule of Optax's factored second moment: no two axes are mixed. A leaf
+    of fewer than two axes has no matrices.
+
+    Args:
+      shape: Shape of the leaf.
+      dimension_numbers: Rows and columns where they are given.
+
+    Returns:
+      The view.
+
+    Raises:
+      ValueError: an axis is out of range or named twice.
+
+    Source: documented deviation (docs/algorithm.md, 9); the paper has matrices only.
+    """
+    ndim = len(shape)
+    if dimension_numbers is None:
+        if ndim < 2:
+            return MatrixView(tuple(range(ndim)), (), ())
+        by_size = sorted(range(ndim), key=lambda axis: (shape[axis], axis))
+        rows, columns = (by_size[-2],), (by_size[-1],)
+    else:
+        rows, columns = (_axes(side, shape) for side in dimension_numbers)
+        named = rows + columns
+        if len(set(named)) != len(named):
+            raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
+    if _size(shape, rows) > _size(shape, columns):
+        rows, columns = columns, rows
+    batch = tuple(axis for axis in range(ndim) if axis not in rows + columns)
+    return MatrixView(batch, rows, columns)
+
+
+def view_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ...], int, int]:
+    """Batch shape, rows and columns of a leaf of this shape."""
+    batch = tuple(shape[axis] for axis in view.batch)
+    return batch, _size(shape, view.rows), _size(shape, view.columns)
+
+
+def to_matrices(leaf: jax.Array, view: MatrixView) -> jax.Array:
+    """A leaf as an array (*batch, rows, columns)."""
+    batch, rows, columns = view_shape(leaf.shape, view)
+    return leaf.transpose(_order(view)).reshape(*batch, rows, columns)
+
+
+def from_matrices(matrices: jax.Array, view: MatrixView, shape: tuple[int, ...]) -> jax.Array:
+    """An array (*batch, rows, columns) as a leaf of the given shape; undoes `to_matrices`."""
+    order = _order(view)
+    inverse = sorted(range(len(order)), key=lambda position: order[position])
+    return matrices.reshape([shape[axis] for axis in order]).transpose(inverse)
+
+
+def matrix_axes(
+    shape: tuple[int, ...], dimension_numbers: MatrixDimensionNumbers | None
+) -> tuple[int, ...]:
+    """The axes within one matrix of a leaf: all of them for a leaf that is no stack of matrices."""
+    view = matrix_view(shape, dimension_numbers)
+    if dimension_numbers is None and not view.is_matrix:
+        return tuple(range(len(shape)))
+    return view.rows + view.columns
+
+
+def resolve_dimension_numbers(
+    weight_dimension_numbers: WeightDimensionNumbers, tree: optax.Params
+) -> Any:
+    """A tree like `tree` with dimension numbers, or None for the default view, at each leaf."""
+    if not jax.tree.leaves(tree):  # Optax initializes a state on a placeholder to label its fields.
+        return tree
+    given = weight_dimension_numbers
+    if callable(given):
+        given = given(tree)
+    return jax.tree.map(
+        lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree),
+        given,
+        tree,
+        is_leaf=lambda x: x is None or isinstance(x, MatrixDimensionNumbers),
+    )
+
+
+def map_matrices(
+    function: Callable[[Any], Any], operands: Any, batch_shape: tuple[int, ...]
+) -> Any:
+    """Applies a function of one matrix to a batch, one matrix after the other.
+
+    A loop and not `jax.vmap`, so that branches and loops inside it run for the matrices that need
+    them and no other.
+
+    Args:
+      function: Of one tree of arrays, without batch axes, to another.
+      operands: A tree of arrays, each with `batch_shape` in front.
+      batch_shape: The leading axes; none for a single matrix.
+
+    Returns:
+      The results, with `batch_shape` in front.
+    """
+    if not batch_shape:
+        return function(operands)
+    depth = len(batch_shape)
+    flat = jax.tree.map(lambda x: x.reshape(math.prod(batch_shape), *x.shape[depth:]), operands)
+    return jax.tree.map(
+        lambda x: x.reshape(*batch_shape, *x.shape[1:]), jax.lax.map(function, flat)
+    )
+
+
+def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
+    listed = (axes,) if isinstance(axes, int) else tuple(axes)
+    for axis in listed:
+        if not -len(shape) <= axis < len(shape):
+            raise ValueError(
+                f"weight_dimension_numbers names axis {axis}; a leaf of shape {shape} has"
+                f" {len(shape)} axes."
+            )
+    return tuple(axis % len(shape) for axis in listed)
+
+
+def _size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    return math.prod(shape[axis] for axis in axes)
+
+
+def _order(view: MatrixView) -> tuple[int, ...]:
+    return view.batch + view.rows + view.columns

@@ -1,0 +1,130 @@
+"""adapprox: the whole optimizer as a chain, and the settings of the paper."""
+
+from typing import Any
+
+import jax
+import optax
+
+from adapprox_jax.clipping import clip_by_matrix_rms
+from adapprox_jax.matrix_view import WeightDimensionNumbers
+from adapprox_jax.momentum import guided_ema
+from adapprox_jax.rank import sigmoid_growth
+from adapprox_jax.second_moment import scale_by_adapprox
+from adapprox_jax.validation import require
+
+# The second-moment keywords with the paper's values and Algorithm 1 as printed.
+PAPER: dict[str, Any] = {
+    "initial_rank": 1,
+    "max_rank": 0.25,
+    "error_threshold": 0.01,
+    "rank_interval": 10,
+    "rank_growth": sigmoid_growth(),
+    "power_iterations": 5,
+    "oversampling": 5,
+    "rotate": False,
+    "warm_start": False,
+    "approximate": "moment",
+    "orthogonalization": "qr",
+    "min_dim_size_to_factor": 1,
+}
+
+
+def adapprox(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
+    mask: Any = None,
+    *,
+    clipping_threshold: jax.typing.ArrayLike | None = 1.0,
+    cosine_guidance: bool = False,
+    guidance_max_scale: jax.typing.ArrayLike = 3.0,
+    bias_correction: bool = False,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    **second_moment: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with a low-rank second moment: stands where `optax.adamw` stood.
+
+    The chain of `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`,
+    `optax.add_decayed_weights` and `optax.scale_by_learning_rate`. The running average is of the
+    clipped updates, not of the gradients, and has no bias correction.
+
+    Args:
+      learning_rate: A number or a schedule.
+      b1: Decay of the running average of updates, in [0, 1). With 0 none is kept.
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
+      eps_root: Added under the root, at least 0.
+      mu_dtype: Type of the running average; None for that of the parameters.
+      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
+      mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
+      clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
+        for no clipping, which needs `bias_correction`.
+      cosine_guidance: Scale the average up where the update agrees with it. It acts mostly as a
+        higher learning rate.
+      guidance_max_scale: The largest such factor, at least 1.
+      bias_correction: Divide the second moment by 1 - b2^t.
+      weight_dimension_numbers: `MatrixDimensionNumbers` of leaves that are not plain matrices.
+      **second_moment: Further keywords of `scale_by_adapprox`: initial_rank, max_rank,
+        error_threshold, rank_interval, rank_growth, power_iterations, oversampling, rotate,
+        warm_start, approximate, orthogonalization, min_dim_size_to_factor, factor_dtype, key.
+        `**PAPER` gives the paper's.
+
+    Returns:
+      An `optax.GradientTransformation`.
+
+    Raises:
+      ValueError: an argument is out of range, or neither clipping nor bias correction is on.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
+      >>> tx = adapprox_jax.adapprox(learning_rate=1e-3, weight_decay=0.1)
+      >>> state = tx.init(params)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> updates, state = tx.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+
+    Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
+    """
+    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    if clipping_threshold is None and not bias_correction:
+        raise ValueError(
+            "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
+            " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
+        )
+    if isinstance(b1, int | float) and b1 == 0:
+        if cosine_guidance:
+            raise ValueError("b1 is 0; allowed: a number in (0, 1) where cosine_guidance is on.")
+        average = optax.identity()
+    else:
+        average = guided_ema(
+            b1,
+            cosine_guidance=cosine_guidance,
+            eps=eps,
+            max_scale=guidance_max_scale,
+            mu_dtype=mu_dtype,
+            weight_dimension_numbers=weight_dimension_numbers,
+        )
+    clip = (
+        optax.identity()
+        if clipping_threshold is None
+        else clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
+    )
+    return optax.chain(
+        scale_by_adapprox(
+            b2,
+            eps,
+            eps_root=eps_root,
+            bias_correction=bias_correction,
+            weight_dimension_numbers=weight_dimension_numbers,
+            **second_moment,
+        ),
+        clip,
+        average,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )

@@ -1,0 +1,358 @@
+"""scale_by_adapprox: divides a gradient by the root of its low-rank second moment.
+
+The way of one gradient: leaf -> matrices -> previous second moment from its factors -> average
+with the squared gradient -> factors -> quotient -> leaf. Each arrow is a function of one matrix;
+`scale_by_adapprox` applies them to the leaves of a tree.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.low_rank import ORTHOGONALIZATIONS, Orthogonalization, frobenius_norm, matmul
+from adapprox_jax.matrix_view import (
+    MatrixDimensionNumbers,
+    WeightDimensionNumbers,
+    from_matrices,
+    map_matrices,
+    matrix_view,
+    resolve_dimension_numbers,
+    to_matrices,
+    view_shape,
+)
+from adapprox_jax.rank import (
+    Factors,
+    RankGrowth,
+    adaptive_srsi,
+    resolve_capacity,
+    sigmoid_growth,
+)
+from adapprox_jax.validation import require, require_choice
+
+Approximate: TypeAlias = Literal["moment", "root"]
+APPROXIMATIONS = ("moment", "root")
+Factorize: TypeAlias = Callable[..., Factors]
+
+
+class ScaleByAdapproxState(NamedTuple):
+    """State of `scale_by_adapprox`.
+
+    After `count` and `key` come trees with the structure of the parameters. A leaf is factored or
+    dense, and the fields of the other kind hold a scalar zero for it. `batch` is the shape of the
+    axes that are neither rows nor columns; the rows are the shorter side.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
+    key: jax.Array  # uint32 data of the random key: typed keys do not survive every checkpoint
+    q: Any  # (*batch, rows, capacity), columns from `rank` on are zero
+    u: Any  # (*batch, columns, capacity)
+    rank: Any  # int32 (*batch), columns in use
+    error: Any  # float32 (*batch), the paper's xi of the last factorization
+    drift: Any  # float32 (*batch), upper bound of the distance from the exact second moment
+    nu: Any  # second moment of the dense leaves, with the leaf's shape
+
+
+class _LeafState(NamedTuple):
+    """The trees of `ScaleByAdapproxState` for one leaf, in their order."""
+
+    q: jax.Array
+    u: jax.Array
+    rank: jax.Array
+    error: jax.Array
+    drift: jax.Array
+    nu: jax.Array
+
+
+def scale_by_adapprox(
+    b2: jax.typing.ArrayLike = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    *,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    bias_correction: bool = False,
+    initial_rank: int = 1,
+    max_rank: int | float = 0.25,
+    error_threshold: float = 0.01,
+    rank_interval: int = 10,
+    rank_growth: RankGrowth | None = None,
+    power_iterations: int = 1,
+    oversampling: int = 5,
+    rotate: bool = True,
+    warm_start: bool = True,
+    approximate: Approximate = "moment",
+    floor: float = 0.0,
+    orthogonalization: Orthogonalization = "qr",
+    min_dim_size_to_factor: int = 128,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    factor_dtype: jax.typing.DTypeLike | None = None,
+    key: int | jax.Array = 0,
+) -> optax.GradientTransformation:
+    """Scales gradients by the root of a second moment kept as low-rank factors.
+
+    Matrices keep q (m, k) and u (n, k) in place of V (m, n); vectors, scalars and leaves whose
+    factors would not be smaller keep a dense second moment. Without bias correction the first
+    updates are about 1 / sqrt(1 - b2) in size: follow this with clipping, as `adapprox` does.
+
+    Args:
+      b2: Decay of the second moment, in [0, 1).
+      eps: Added to the root, at least 0.
+      eps_root: Added under the root, at least 0.
+      bias_correction: Divide the second moment by 1 - b2^t, as Adam does and the paper does not.
+      initial_rank: k_init, the first rank tried, at least 1.
+      max_rank: k_max, the width of the buffers: an int, or a float in (0, 1] as a fraction of
+        min(m, n), rounded down, at least 1. With `initial_rank == max_rank` the rank is fixed:
+        the simple, predictable mode.
+      error_threshold: The rank grows while the relative error is above it, at least 0. With
+        `approximate="root"` this is the error of the root.
+      rank_interval: Steps between choices of the rank, at least 1.
+      rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
+      power_iterations: l, passes of Algorithm 1's loop, at least 1.
+      oversampling: p, columns worked on beyond the rank, at least 0.
+      rotate: Keep the best k of the k + p directions; False is the algorithm as printed.
+      warm_start: Start from the last factors in place of a Gaussian matrix.
+      approximate: "moment" factors V, "root" its elementwise square root.
+      orthogonalization: "qr" or "cholesky" (see `srsi`).
+      min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense.
+      weight_dimension_numbers: `MatrixDimensionNumbers` for some or all leaves: a tree that is a
+        prefix of the parameters' (None: the default view), or a function from parameters to it.
+      factor_dtype: Type of q and u; None for float32, or float64 for float64 parameters.
+      key: An int seed or a JAX random key for the Gaussian starts. The same starts serve every
+        leaf, so that an update does not depend on the order or the stacking of leaves.
+
+    Returns:
+      An `optax.GradientTransformation` with state `ScaleByAdapproxState`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.scale_by_adapprox(max_rank=4)
+      >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.ones(512)}
+      >>> state = tx.init(params)
+      >>> state.q["kernel"].shape, state.u["kernel"].shape, state.nu["bias"].shape
+      ((256, 4), (512, 4), (512,))
+
+    Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
+    """
+    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
+    _require_integer("initial_rank", initial_rank, 1)
+    if isinstance(max_rank, float):
+        require("max_rank", max_rank, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
+    else:
+        _require_integer("max_rank", max_rank, 1)
+        allowed = f"an integer of at least initial_rank = {initial_rank}"
+        require("max_rank", max_rank, lambda x: x >= initial_rank, allowed)
+    require("error_threshold", error_threshold, lambda x: x >= 0, "a number of at least 0")
+    _require_integer("rank_interval", rank_interval, 1)
+    _require_integer("power_iterations", power_iterations, 1)
+    _require_integer("oversampling", oversampling, 0)
+    _require_integer("min_dim_size_to_factor", min_dim_size_to_factor, 1)
+    require_choice("approximate", approximate, APPROXIMATIONS)
+    require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
+    first_key = jax.random.key(key) if isinstance(key, int) else key
+    is_typed = jnp.issubdtype(first_key.dtype, jax.dtypes.prng_key)
+    key_impl = jax.random.key_impl(first_key) if is_typed else None
+    factorize = partial(
+        adaptive_srsi,
+        initial_rank=initial_rank,
+        error_threshold=error_threshold,
+        rank_interval=rank_interval,
+        rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
+        power_iterations=power_iterations,
+        oversampling=oversampling,
+        rotate=rotate,
+        warm_start=warm_start,
+        orthogonalization=orthogonalization,
+    )
+
+    def init_leaf(leaf: jax.Array, numbers: MatrixDimensionNumbers | None) -> _LeafState:
+        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        view = matrix_view(leaf.shape, numbers)
+        batch, rows, columns = view_shape(leaf.shape, view)
+        capacity = resolve_capacity(max_rank, rows, columns)
+        large_enough = min(rows, columns) >= min_dim_size_to_factor
+        saves = (rows + columns) * capacity < rows * columns
+        if not (view.is_matrix and large_enough and saves):
+            zero = jnp.zeros([], jnp.float32)
+            no_rank = jnp.zeros([], jnp.int32)
+            return _LeafState(zero, zero, no_rank, zero, zero, jnp.zeros(leaf.shape, dtype))
+        return _LeafState(
+            q=jnp.zeros((*batch, rows, capacity), factor_dtype or dtype),
+            u=jnp.zeros((*batch, columns, capacity), factor_dtype or dtype),
+            rank=jnp.full(batch, min(initial_rank, capacity), jnp.int32),
+            error=jnp.zeros(batch, jnp.float32),
+            drift=jnp.zeros(batch, jnp.float32),
+            nu=jnp.zeros([], dtype),
+        )
+
+    def init(params: optax.Params) -> ScaleByAdapproxState:
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
+        leaf_states = jax.tree.map(init_leaf, params, numbers)
+        return ScaleByAdapproxState(
+            jnp.zeros([], jnp.int32),
+            jax.random.key_data(first_key) if is_typed else first_key,
+            *_as_trees(params, leaf_states),
+        )
+
+    def update(
+        updates: optax.Updates, state: ScaleByAdapproxState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByAdapproxState]:
+        del params
+        count = optax.safe_increment(state.count)
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=key_impl), count)
+        precondition = partial(
+            divide_by_root,
+            eps=eps,
+            eps_root=eps_root,
+            correction=1 - b2**count if bias_correction else 1.0,
+        )
+
+        def update_leaf(
+            leaf: jax.Array, numbers: MatrixDimensionNumbers | None, *fields: jax.Array
+        ) -> tuple[jax.Array, _LeafState]:
+            old = _LeafState(*fields)
+            grad = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+            if old.q.ndim == 0:
+                nu = average(old.nu, grad, b2)
+                return precondition(grad, nu).astype(leaf.dtype), old._replace(nu=nu)
+            view = matrix_view(leaf.shape, numbers)
+            batch, _, _ = view_shape(leaf.shape, view)
+            one_matrix = partial(
+                update_matrix,
+                step=count,
+                key=key,
+                b2=b2,
+                approximate=approximate,
+                precondition=precondition,
+                factorize=partial(factorize, factor_dtype=old.q.dtype),
+                floor=floor,
+            )
+            scaled, factors, drift = map_matrices(
+                lambda operands: one_matrix(*operands),
+                (to_matrices(grad, view), old.q, old.u, old.rank, old.drift),
+                batch,
+            )
+            scaled = from_matrices(scaled, view, leaf.shape).astype(leaf.dtype)
+            return scaled, _LeafState(**factors._asdict(), drift=drift, nu=old.nu)
+
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+        fields = (getattr(state, name) for name in _LeafState._fields)
+        results = jax.tree.map(update_leaf, updates, numbers, *fields)
+        scaled = jax.tree.map(lambda _, result: result[0], updates, results)
+        leaf_states = jax.tree.map(lambda _, result: result[1], updates, results)
+        return scaled, ScaleByAdapproxState(count, state.key, *_as_trees(updates, leaf_states))
+
+    return optax.GradientTransformation(init, update)
+
+
+def update_matrix(
+    grad: jax.Array,
+    q: jax.Array,
+    u: jax.Array,
+    rank: jax.Array,
+    drift: jax.Array,
+    *,
+    step: jax.Array,
+    key: jax.Array,
+    b2: jax.typing.ArrayLike,
+    approximate: Approximate,
+    precondition: Callable[[jax.Array, jax.Array], jax.Array],
+    factorize: Factorize,
+    floor: float = 0.0,
+) -> tuple[jax.Array, Factors, jax.Array]:
+    """One step of Algorithm 3 for one matrix, up to the quotient.
+
+    Args:
+      grad: G, (m, n), float32 or wider.
+      q: (m, capacity), of the last step.
+      u: (n, capacity), of the last step.
+      rank: Columns in use, int32 scalar.
+      drift: Bound of the distance of q @ u.T from the exact second moment (its root, for "root").
+      step: t, from 1.
+      key: Random key of this step.
+      b2: Decay.
+      approximate: What q @ u.T stands for.
+      precondition: From (G, V) to the scaled gradient.
+      factorize: `adaptive_srsi` with its settings bound.
+
+    Returns:
+      The scaled gradient (m, n), the new factors, the new drift.
+    """
+    previous = reconstruct(q.astype(grad.dtype), u.astype(grad.dtype), approximate, floor)
+    second_moment = average(previous, grad, b2)
+    target = jnp.sqrt(second_moment) if approximate == "root" else second_moment
+    factors = factorize(target, u, rank, step, key)
+    drift = accumulate_drift(drift, factors.error, target, b2, approximate)
+    return precondition(grad, second_moment), factors, drift
+
+
+def reconstruct(
+    q: jax.Array, u: jax.Array, approximate: Approximate, floor: float = 0.0
+) -> jax.Array:
+    """The second moment (m, n) that the factors stand for, without entries below zero.
+
+    A low-rank approximation of a positive matrix has negative entries from rank 2 on; averaged as
+    they are they would make the root NaN or the update g / eps (docs/algorithm.md, 3).
+    """
+    product = matmul(q, u.T)
+    low = 0.0
+    if floor:
+        rows = jnp.maximum(matmul(q, jnp.sum(u, axis=0)[:, None]), 0)
+        columns = jnp.maximum(matmul(u, jnp.sum(q, axis=0)[:, None]), 0)
+        total = jnp.sum(columns)
+        low = floor * rows * (columns.T / jnp.where(total == 0, 1, total))
+    product = jnp.maximum(product, low)
+    return product**2 if approximate == "root" else product
+
+
+def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> jax.Array:
+    """b2 V + (1 - b2) G^2, elementwise."""
+    return b2 * previous + (1 - b2) * grad**2
+
+
+def divide_by_root(
+    grad: jax.Array,
+    second_moment: jax.Array,
+    *,
+    eps: jax.typing.ArrayLike,
+    eps_root: jax.typing.ArrayLike,
+    correction: jax.typing.ArrayLike,
+) -> jax.Array:
+    """G / (sqrt(V / correction + eps_root) + eps), elementwise."""
+    return grad / (jnp.sqrt(second_moment / correction + eps_root) + eps)
+
+
+def accumulate_drift(
+    drift: jax.Array,
+    error: jax.Array,
+    target: jax.Array,
+    b2: jax.typing.ArrayLike,
+    approximate: Approximate,
+) -> jax.Array:
+    """Carries the bound of the distance from the exact second moment over one step.
+
+    With D the distance in the Frobenius norm, D_t <= b2 D_(t-1) + error ||V_t||: averaging
+    shrinks an old distance by b2, cutting off entries below zero does not grow it, and the
+    factorization adds its own. Of the root, x -> sqrt(b2 x^2 + c) shrinks by sqrt(b2) at least.
+    """
+    decay = jnp.sqrt(b2) if approximate == "root" else b2
+    return (decay * drift + error * frobenius_norm(target)).astype(drift.dtype)
+
+
+def _as_trees(like: Any, leaf_states: Any) -> list[Any]:
+    """A tree of `_LeafState`s as one tree for each field, with the structure of `like`."""
+    return [
+        jax.tree.map(lambda _, leaf, name=name: getattr(leaf, name), like, leaf_states)
+        for name in _LeafState._fields
+    ]
+
+
+def _require_integer(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value!r}; allowed: an integer of at least {least}.")

@@ -1,0 +1,179 @@
+"""Compares optimizers, each at its own best learning rate.
+
+Every rate is tried with the first seed, the best with the others too. A finished run is one line
+of `results.jsonl`; runs with the same settings are not done again, so that an interrupted
+comparison goes on where it was, and two processes can fill different parts of one file.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from examples.gpt2 import data as text
+from examples.gpt2 import plots
+from examples.gpt2.config import Config, UsageError, resolve, settings
+
+
+def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) -> None:
+    """Runs what is missing; prints the tables, writes `comparison.png` and `comparison.json`.
+
+    Args:
+      config: The settings of all runs; `compare`, `seeds` and `learning_rates` say which.
+      run: Trains one model: settings to a `train.Result`.
+      diverged: What `run` raises when the loss is not finite; that run counts as an infinite loss.
+    """
+    resolved = resolve(config)
+    out, rates = resolved.out, resolved.learning_rates or (resolved.learning_rate,)
+    if (out / "settings.json").exists():
+        raise UsageError(f"--out {out}: this is the folder of one run; give another for comparisons")
+    out.mkdir(parents=True, exist_ok=True)
+    key = _data_key(resolved)
+
+    def result(name: str, rate: float, seed: int) -> dict[str, Any]:
+        label = f"{name}-{rate:g}-seed{seed}"
+        one = dataclasses.replace(
+            config, optimizer=name, learning_rate=rate, seed=seed, compare=(), out=out / label
+        )
+        wanted = json.loads(json.dumps(settings(resolve(one), key)))
+        found = find(out / "results.jsonl", wanted)
+        if found is None:
+            print(f"-- {name}, peak rate {rate:g}, seed {seed}", flush=True)
+            found = {"settings": wanted, "versions": versions(), **_run(run, diverged, one)}
+            jax.clear_caches()  # each run compiles its own functions
+            append(out / "results.jsonl", found)
+        return found
+
+    summary, curves, used = {}, {}, []
+    for name in dict.fromkeys(config.compare):
+        grid = {rate: result(name, rate, config.seed) for rate in rates}
+        best = min(rates, key=lambda rate: loss_of(grid[rate]))
+        seeds = range(config.seed, config.seed + config.seeds)
+        runs = [result(name, best, seed) for seed in seeds]
+        losses = [loss_of(one) for one in runs]
+        summary[name] = {
+            "best_rate": best,
+            "grid": {f"{rate:g}": _finite(loss_of(one)) for rate, one in grid.items()},
+            "mean": _finite(float(np.mean(losses))),
+            "standard_error": _standard_error(losses),
+            "losses": [_finite(loss) for loss in losses],
+            "at_edge": len(rates) > 1 and best in (min(rates), max(rates)),
+            "memory": runs[0]["memory"],
+        }
+        curves[name] = [one["curve"] for one in runs if math.isfinite(loss_of(one))]
+        used += [*grid.values(), *runs[1:]]
+    command = " ".join(["python -m examples.gpt2.train", *sys.argv[1:]])
+    record = {"command": command, "summary": summary, "runs": used}
+    plots.plot_comparison(curves, out / "comparison.png")
+    temporary = out / "comparison.json.partial"
+    temporary.write_text(json.dumps(record, indent=1) + "\n")
+    temporary.rename(out / "comparison.json")
+    table = "\n\n".join([results_table(summary), grid_table(summary)])
+    (out / "comparison.md").write_text(table + "\n")
+    print(f"\n{table}\n")
+    for name, row in summary.items():
+        if row["at_edge"]:
+            print(f"warning: {name}: the best rate, {row['best_rate']:g}, is at the grid's edge")
+    print(f"figure and records in {out}")
+
+
+def results_table(summary: dict[str, dict[str, Any]]) -> str:
+    """The comparison as a Markdown table, an optimizer a row."""
+    lines = [
+        "| optimizer | best peak rate | validation loss | standard error | runs | state MiB "
+        "| parameters factored | second moment / dense |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, row in summary.items():
+        memory = row["memory"] or {}
+        cells = [
+            name,
+            f"{row['best_rate']:g}",
+            _cell(row["mean"], ".4f", "diverged"),
+            _cell(row["standard_error"], ".4f"),
+            str(len(row["losses"])),
+            _cell(memory.get("state_mib"), ".2f"),
+            _cell(memory.get("factored_share"), ".1%"),
+            _cell(memory.get("second_moment_ratio"), ".1%"),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def grid_table(summary: dict[str, dict[str, Any]]) -> str:
+    """The first seed's validation loss by peak rate as a Markdown table."""
+    rates = list(next(iter(summary.values()))["grid"])
+    lines = [f"| first seed | {' | '.join(rates)} |", f"| --- |{' ---: |' * len(rates)}"]
+    for name, row in summary.items():
+        cells = [_cell(row["grid"][rate], ".4f", "diverged") for rate in rates]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def find(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The finished run with these settings, if the file has one; broken lines are passed over."""
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # a process was ended while it wrote
+        if row["settings"] == wanted:
+            return row
+    return None
+
+
+def append(path: pathlib.Path, row: dict[str, Any]) -> None:
+    """Adds a line in one write, on a line of its own even after a broken one."""
+    broken = path.exists() and not path.read_bytes().endswith(b"\n")
+    with open(path, "a") as file:
+        file.write("\n" * broken + json.dumps(row) + "\n")
+
+
+def loss_of(row: dict[str, Any]) -> float:
+    """The final validation loss; infinite for a run that diverged."""
+    return math.inf if row["validation_loss"] is None else row["validation_loss"]
+
+
+def versions() -> dict[str, str]:
+    """What the numbers were made with."""
+    return {"python": platform.python_version(), "jax": jax.__version__}
+
+
+def _run(run: Callable[..., Any], diverged: type[Exception], one: Config) -> dict[str, Any]:
+    try:
+        result = run(one, keep=False)
+    except diverged as error:
+        print(f"diverged: {error}")
+        return {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
+    return {key: value for key, value in result._asdict().items() if key != "settings"}
+
+
+def _data_key(resolved: Config) -> str:
+    return text.load(
+        resolved.data,
+        tokenizer=resolved.tokenizer,
+        vocabulary=resolved.vocabulary,
+        context=resolved.context,
+        cache=resolved.cache,
+    ).key
+
+
+def _standard_error(losses: list[float]) -> float | None:
+    if len(losses) < 2 or not all(map(math.isfinite, losses)):
+        return None
+    return float(np.std(losses, ddof=1) / math.sqrt(len(losses)))
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
+
+
+def _cell(value: float | None, form: str, missing: str = "") -> str:
+    return missing if value is None else format(value, form)

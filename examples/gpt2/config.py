@@ -1,0 +1,186 @@
+"""The settings of a run: one dataclass, which is also the command line, and its presets."""
+
+import dataclasses
+import pathlib
+from typing import Any, Literal
+
+from examples.gpt2 import optimizers
+from examples.gpt2.data import Tokenizer
+from examples.gpt2.model import CONFIGS, GPTConfig
+
+
+class UsageError(ValueError):
+    """The settings cannot be used; the message is one line that says why and what is allowed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """How long and at which rates a model is trained, unless the command line says otherwise."""
+
+    batch_size: int
+    steps: int
+    warmup: int
+    learning_rate: float
+    min_learning_rate: float
+    eval_every: int
+    checkpoint_every: int
+
+
+# "tiny" ends in minutes on two CPU cores; the two others are the paper's pretraining.
+PRESETS = {
+    "tiny": Preset(16, 500, 25, 3e-3, 5e-4, eval_every=50, checkpoint_every=100),
+    "117M": Preset(128, 100_000, 1_000, 3e-4, 5e-5, eval_every=1_000, checkpoint_every=1_000),
+    "345M": Preset(128, 100_000, 1_000, 3e-4, 3e-5, eval_every=1_000, checkpoint_every=1_000),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Trains GPT-2 on text, or compares optimizers at it.
+
+    An option that is None takes the value of the model's preset.
+    """
+
+    model: Literal["tiny", "117M", "345M"] = "tiny"
+    """Size of the model, with the batch, steps and rates that go with it."""
+    optimizer: optimizers.Name = "adapprox"
+    """What trains it."""
+    data: pathlib.Path | None = None
+    """A UTF-8 text file or a folder of them; by default the standard library's source."""
+    tokenizer: Tokenizer = "sentencepiece"
+    """SentencePiece, trained on the training split, or plain bytes."""
+
+    steps: int | None = None
+    """Number of updates."""
+    batch_size: int | None = None
+    """Windows of text in an update."""
+    accumulate: int = 1
+    """Parts that a batch is worked on in, one after the other, to save memory."""
+    learning_rate: float | None = None
+    """Peak of the learning rate."""
+    min_learning_rate: float | None = None
+    """Rate at the end; by default in proportion to the peak, as in the preset."""
+    warmup: int | None = None
+    """Updates before the peak."""
+    seed: int = 0
+    """Fixes the parameters at the start and the order of the data."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the layers compute in; parameters, logits and losses are float32 in any case."""
+
+    layers: int | None = None
+    """Number of blocks."""
+    width: int | None = None
+    """Size of the residual stream."""
+    heads: int | None = None
+    """Attention heads of a block."""
+    context: int | None = None
+    """Tokens in a window."""
+    vocabulary: int | None = None
+    """Tokens of the tokenizer, at most; 256 with --tokenizer bytes."""
+
+    hyper: optimizers.Hyperparameters = optimizers.Hyperparameters()
+    """What all optimizers share."""
+    adapprox: optimizers.AdapproxOptions = optimizers.AdapproxOptions()
+    """Keywords of adapprox_jax.adapprox; None is its default."""
+
+    out: pathlib.Path | None = None
+    """Folder for checkpoints, metrics and figures; by default under runs/gpt2."""
+    cache: pathlib.Path = pathlib.Path("runs/data")
+    """Folder for tokenizers and tokens."""
+    resume: bool = False
+    """Go on from the last checkpoint in the folder."""
+    eval_every: int | None = None
+    """Updates between validations."""
+    eval_batches: int = 32
+    """Batches of a validation, the same ones every time."""
+    checkpoint_every: int | None = None
+    """Updates between checkpoints; one is saved at the end and at Ctrl-C in any case."""
+    sample_tokens: int = 200
+    """Length of the text that is generated at the end."""
+
+    compare: tuple[optimizers.Name, ...] = ()
+    """Optimizers to compare, in place of one training."""
+    seeds: int = 3
+    """Seeds of a comparison, counted from --seed."""
+    learning_rates: tuple[float, ...] = ()
+    """Peak rates of a comparison: each is tried with the first seed, the best with all."""
+
+
+def resolve(config: Config) -> Config:
+    """Fills in what the presets decide and checks the rest.
+
+    Raises:
+      UsageError: If an option is out of range or contradicts another.
+    """
+    preset, shape = PRESETS[config.model], CONFIGS[config.model]
+    ratio = preset.min_learning_rate / preset.learning_rate
+    peak = preset.learning_rate if config.learning_rate is None else config.learning_rate
+    name = f"{config.model}-{config.optimizer}-seed{config.seed}"
+    if config.compare:
+        name = f"{config.model}-compare"
+    defaults = {
+        **dataclasses.asdict(preset),
+        **dataclasses.asdict(shape),
+        "min_learning_rate": peak * ratio,
+        "out": pathlib.Path("runs/gpt2") / name,
+    }
+    if config.tokenizer == "bytes":
+        defaults["vocabulary"] = 256
+    missing = {k: v for k, v in defaults.items() if getattr(config, k) is None}
+    config = dataclasses.replace(config, **missing)
+    _check(config)
+    return config
+
+
+def gpt_config(config: Config) -> GPTConfig:
+    """The model that resolved settings ask for."""
+    names = [field.name for field in dataclasses.fields(GPTConfig)]
+    return GPTConfig(**{name: getattr(config, name) for name in names})
+
+
+# What a run does, as opposed to where it is kept and what is shown of it.
+_NOT_SETTINGS = {
+    *("data", "out", "cache", "resume", "checkpoint_every", "sample_tokens"),
+    *("compare", "seeds", "learning_rates"),
+}
+
+
+def settings(config: Config, data_key: str) -> dict[str, Any]:
+    """All that decides the result of a resolved run, for the records; the same for equal runs."""
+    kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+    kept["adapprox"] = optimizers.settings(config.optimizer, config.adapprox)
+    return {**kept, "data": data_key}
+
+
+def _check(config: Config) -> None:
+    positive = "steps batch_size accumulate learning_rate layers width heads context vocabulary"
+    for name in f"{positive} eval_every eval_batches checkpoint_every seeds".split():
+        value = getattr(config, name)
+        if not value > 0:
+            raise UsageError(f"{_option(name)} is {value}, and must be above 0")
+    for name in ("min_learning_rate", "warmup", "seed", "sample_tokens"):
+        value = getattr(config, name)
+        if not value >= 0:
+            raise UsageError(f"{_option(name)} is {value}, and must be at least 0")
+    for rate in config.learning_rates:
+        if not rate > 0:
+            raise UsageError(f"--learning-rates has {rate}, and all must be above 0")
+    if config.width % config.heads:
+        raise UsageError(
+            f"--heads {config.heads} does not divide --width {config.width}, and must"
+        )
+    if config.batch_size % config.accumulate:
+        raise UsageError(
+            f"--accumulate {config.accumulate} does not divide --batch-size "
+            f"{config.batch_size}, and must"
+        )
+    if config.warmup >= config.steps:
+        raise UsageError(f"--warmup {config.warmup} must be below --steps {config.steps}")
+    if config.tokenizer == "bytes" and config.vocabulary < 256:
+        raise UsageError(f"--vocabulary {config.vocabulary} is below the 256 of --tokenizer bytes")
+    if config.resume and config.compare:
+        raise UsageError("--compare goes on by itself where it was interrupted: leave out --resume")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")

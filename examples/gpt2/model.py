@@ -1,0 +1,141 @@
+"""GPT-2 in Flax NNX: pre-norm, learned positions, tied embeddings.
+
+Shapes are in the names: B batch, L sequence length, D width, H heads, K size of a head,
+V vocabulary. Parameters, logits and losses are float32; `GPTConfig.dtype` is what the layers
+between them compute in.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a GPT-2 and the type that it computes in."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    vocabulary: int
+    dtype: str = "float32"
+
+
+# The two larger rows are the paper's Table 1; GPT-2's 50257 tokens are padded to a multiple of 128.
+CONFIGS = {
+    "tiny": GPTConfig(layers=4, width=128, heads=4, context=128, vocabulary=2048),
+    "117M": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
+    "345M": GPTConfig(layers=24, width=1024, heads=16, context=1024, vocabulary=50304),
+}
+
+
+def _linear(
+    n_in: int, n_out: int, config: GPTConfig, rngs: nnx.Rngs, scale: float = 1.0
+) -> nnx.Linear:
+    init = nnx.initializers.normal(0.02 * scale)
+    return nnx.Linear(n_in, n_out, dtype=config.dtype, kernel_init=init, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Causal self-attention, then the feed-forward layer, each added to its normalised input."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        d = config.width
+        residual_scale = (2 * config.layers) ** -0.5  # 2 residual sums a layer keep unit variance
+        self.heads = config.heads
+        self.norm_1 = nnx.LayerNorm(d, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+        self.qkv = _linear(d, 3 * d, config, rngs)
+        self.projection = _linear(d, d, config, rngs, residual_scale)
+        self.norm_2 = nnx.LayerNorm(d, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+        self.expand = _linear(d, 4 * d, config, rngs)
+        self.contract = _linear(4 * d, d, config, rngs, residual_scale)
+
+    def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Returns the block's output, of its input's shape."""
+        x_BxLxD = x_BxLxD + self.attention(self.norm_1(x_BxLxD))
+        return x_BxLxD + self.contract(nnx.gelu(self.expand(self.norm_2(x_BxLxD))))
+
+    def attention(self, x_BxLxD: jax.Array) -> jax.Array:
+        """Each position's mix of the values at and before it."""
+        B, L, D = x_BxLxD.shape
+        qkv_BxLx3xHxK = self.qkv(x_BxLxD).reshape(B, L, 3, self.heads, D // self.heads)
+        q_BxLxHxK, k_BxLxHxK, v_BxLxHxK = jnp.moveaxis(qkv_BxLx3xHxK, 2, 0)
+        x_BxLxHxK = jax.nn.dot_product_attention(q_BxLxHxK, k_BxLxHxK, v_BxLxHxK, is_causal=True)
+        return self.projection(x_BxLxHxK.reshape(B, L, D))
+
+
+class GPT(nnx.Module):
+    """GPT-2: tokens to logits for the token after each of them."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=init, rngs=rngs)
+        self.positions = nnx.Embed(config.context, config.width, embedding_init=init, rngs=rngs)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
+        self.norm = nnx.LayerNorm(config.width, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+
+    def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
+        """Returns float32 logits of shape B x L x V."""
+        positions_L = jnp.arange(tokens_BxL.shape[1])
+        x_BxLxD = self.tokens(tokens_BxL) + self.positions(positions_L)
+        x_BxLxD = x_BxLxD.astype(self.config.dtype)
+        for block in self.blocks:
+            x_BxLxD = block(x_BxLxD)
+        x_BxLxD = self.norm(x_BxLxD)
+        embedding_VxD = self.tokens.embedding[...].astype(x_BxLxD.dtype)
+        return jnp.einsum(
+            "BLD,VD->BLV", x_BxLxD, embedding_VxD, preferred_element_type=jnp.float32
+        )
+
+
+def loss(model: GPT, tokens_BxL: jax.Array) -> jax.Array:
+    """Mean cross-entropy (nats a token) of each token given those before it."""
+    logits_BxLxV = model(tokens_BxL[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits_BxLxV, tokens_BxL[:, 1:].astype(jnp.int32)
+    ).mean()
+
+
+@functools.partial(nnx.jit, static_argnames=("length", "temperature", "vocabulary"))
+def generate(
+    model: GPT,
+    prompt_P: jax.Array,
+    key: jax.Array,
+    *,
+    length: int,
+    vocabulary: int,
+    temperature: float = 0.8,
+) -> jax.Array:
+    """Samples a continuation.
+
+    The whole window is computed again for each token: short code, and fast enough for a sample.
+
+    Args:
+      model: The model to sample from.
+      prompt_P: At least one token to start from; the last `context` of them are seen.
+      key: A JAX random key.
+      length: How many tokens to add.
+      vocabulary: Only tokens below this are drawn (the model's vocabulary may be padded).
+      temperature: What the logits are divided by: lower is safer, higher more varied.
+
+    Returns:
+      The prompt and the `length` new tokens, as one vector.
+    """
+    L, P = model.config.context, prompt_P.shape[0]
+    tokens = jnp.zeros(P + length + L, jnp.int32).at[:P].set(prompt_P)  # L spare for the window
+
+    def step(tokens: jax.Array, end: jax.Array) -> tuple[jax.Array, None]:
+        start = jnp.maximum(end - L, 0)
+        window_1xL = jax.lax.dynamic_slice(tokens, (start,), (L,))[None]
+        logits_V = model(window_1xL)[0, end - start - 1, :vocabulary]
+        token = jax.random.categorical(jax.random.fold_in(key, end), logits_V / temperature)
+        return tokens.at[end].set(token.astype(jnp.int32)), None
+
+    tokens, _ = jax.lax.scan(step, tokens, jnp.arange(P, P + length))
+    return tokens[: P + length]

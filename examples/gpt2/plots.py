@@ -1,0 +1,73 @@
+"""The figures: one run's curves and ranks, and the curves of a comparison."""
+
+import pathlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt  # noqa: E402
+
+
+def plot_run(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+    """Draws the losses of a run's metrics rows and, where there are any, the ranks over time."""
+    train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
+    ranks = [(row["step"], row["ranks"]) for row in rows if row.get("ranks")]
+    figure, axes = plt.subplots(1, 2 if ranks else 1, figsize=(11 if ranks else 6, 4))
+    left, right = axes if ranks else (axes, None)
+    left.plot(*zip(*train, strict=True), color="0.8", linewidth=0.8, label="training")
+    left.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
+    left.set(xlabel="step", ylabel="loss (nats a token)")
+    left.legend()
+    if right is not None:
+        steps, reports = zip(*ranks, strict=True)
+        kinds = {leaf: _kind(leaf) for leaf in reports[0]}
+        colors = {kind: f"C{i}" for i, kind in enumerate(sorted(set(kinds.values())))}
+        for leaf, kind in kinds.items():
+            curve = [report[leaf] for report in reports]
+            right.plot(steps, curve, color=colors[kind], alpha=0.7, linewidth=1, label=kind)
+        handles = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
+        right.legend(handles.values(), handles.keys(), fontsize="small")
+        right.set(xlabel="step", ylabel="rank of the second moment")
+    _save(figure, path)
+
+
+def plot_comparison(
+    curves: Mapping[str, Sequence[Sequence[Sequence[float]]]], path: pathlib.Path
+) -> None:
+    """Draws each optimizer's mean validation curve with a band of one standard error.
+
+    Args:
+      curves: By optimizer, a list of runs, each a list of (step, loss).
+      path: The PNG to write.
+    """
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for name, runs in curves.items():
+        if not runs:
+            continue
+        steps = [step for step, _ in runs[0]]
+        losses = np.array([[loss for _, loss in run] for run in runs])
+        mean = losses.mean(0)
+        [line] = axes.plot(steps, mean, label=f"{name} ({len(runs)} runs)")
+        if len(runs) > 1:
+            error = losses.std(0, ddof=1) / np.sqrt(len(runs))
+            axes.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.2)
+    axes.set(xlabel="step", ylabel="validation loss (nats a token)")
+    axes.set_yscale("log")
+    axes.legend()
+    _save(figure, path)
+
+
+def _kind(leaf: str) -> str:
+    """A leaf's path without the number of its block: those of one kind share a colour."""
+    return ".".join(re.findall(r"[A-Za-z_]\w*", leaf.replace("blocks", "").replace("kernel", "")))
+
+
+def _save(figure: plt.Figure, path: pathlib.Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -1,0 +1,425 @@
+"""Trains GPT-2 on text: `python -m examples.gpt2.train --help`.
+
+A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`,
+`curves.png` and `sample.txt`. Ctrl-C saves a checkpoint first; `--resume` goes on from the last
+one and ends with the very parameters of a run that was never interrupted.
+"""
+
+import contextlib
+import json
+import logging
+import math
+import pathlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import tensorboardX
+import tyro
+from flax import nnx
+from tqdm import tqdm
+
+import adapprox_jax
+from examples.gpt2 import data as text
+from examples.gpt2 import model as gpt
+from examples.gpt2 import optimizers, plots
+from examples.gpt2.compare import compare
+from examples.gpt2.config import Config, UsageError, gpt_config, resolve, settings
+
+LOG_EVERY = 10  # steps whose losses are fetched at once, so that the next ones need not wait
+MIB = 2**20
+
+
+class Diverged(RuntimeError):
+    """The loss is not finite."""
+
+
+class TrainState(NamedTuple):
+    """What a step changes."""
+
+    params: Any
+    opt_state: Any
+
+
+class Result(NamedTuple):
+    """What is left of a run, for comparisons."""
+
+    settings: dict[str, Any]
+    validation_loss: float
+    curve: list[tuple[int, float]]  # (step, validation loss)
+    memory: dict[str, float]
+    seconds: float  # of the training loop, validations and compilation included
+
+
+# ---------------------------------------------------------------------------------- one step
+
+
+def train_step(
+    graphdef: nnx.GraphDef, tx: optax.GradientTransformation, accumulate: int
+) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
+    """Returns the jitted step: state and tokens (batch, context + 1) to new state and loss.
+
+    Accumulation is a scan over parts of the batch inside of the step, not `optax.MultiSteps`: no
+    gradient is kept between steps, checkpoints do not grow, and the optimizer runs once a batch.
+    The old state is donated.
+    """
+
+    def loss(params: Any, tokens_BxL: jax.Array) -> jax.Array:
+        return gpt.loss(nnx.merge(graphdef, params), tokens_BxL)
+
+    def step(state: TrainState, tokens_BxL: jax.Array) -> tuple[TrainState, jax.Array]:
+        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
+            part = jax.value_and_grad(loss)(state.params, tokens)
+            return jax.tree.map(jnp.add, total, part), None
+
+        if accumulate == 1:
+            value, grads = jax.value_and_grad(loss)(state.params, tokens_BxL)
+        else:
+            parts = tokens_BxL.reshape(accumulate, -1, tokens_BxL.shape[-1])
+            zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, state.params))
+            total, _ = jax.lax.scan(add, zero, parts)
+            value, grads = jax.tree.map(lambda x: x / accumulate, total)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        return TrainState(optax.apply_updates(state.params, updates), opt_state), value
+
+    return jax.jit(step, donate_argnums=0)
+
+
+def evaluation(graphdef: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns the jitted mean loss over batches of tokens (batches, batch, context + 1)."""
+
+    def mean_loss(params: Any, tokens_NxBxL: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params)
+        return jax.lax.map(lambda tokens_BxL: gpt.loss(model, tokens_BxL), tokens_NxBxL).mean()
+
+    return jax.jit(mean_loss)
+
+
+# -------------------------------------------------------------------------------- checkpoints
+
+
+def open_checkpoints(out: pathlib.Path) -> ocp.CheckpointManager:
+    """The checkpoints of a run, the last two of which are kept.
+
+    Saving is not asynchronous: on a CPU the arrays would still be read while the next step,
+    which they are donated to, writes to them.
+    """
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
+    return ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+
+
+def save(
+    checkpoints: ocp.CheckpointManager,
+    step: int,
+    state: TrainState,
+    batches: grain.DatasetIterator,
+    used: dict[str, Any],
+) -> None:
+    """Saves all that the next step depends on, unless this step is saved already."""
+    if checkpoints.latest_step() != step:
+        extra = {"data": batches.get_state(), "settings": used}
+        checkpoints.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state._asdict()), extra=ocp.args.JsonSave(extra)
+            ),
+        )
+
+
+def restore(
+    checkpoints: ocp.CheckpointManager,
+    state: TrainState,
+    batches: grain.DatasetIterator,
+    used: dict[str, Any],
+) -> tuple[int, TrainState]:
+    """Returns the last saved step and state, and sets the data to its position.
+
+    Raises:
+      UsageError: If there is no checkpoint or it is of a run with other settings.
+    """
+    step = checkpoints.latest_step()
+    if step is None:
+        raise UsageError(f"--resume: there is no checkpoint in {checkpoints.directory}")
+    extra = checkpoints.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore())).extra
+    differences = _differences(extra["settings"], json.loads(json.dumps(used)))
+    if differences:
+        raise UsageError(f"--resume: the checkpoint is of other settings: {differences}")
+    batches.set_state(extra["data"])
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
+    arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+    return step, TrainState(**checkpoints.restore(step, args=arguments).state)
+
+
+def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    return ", ".join(f"{name} {old.get(name)}, now {new.get(name)}" for name in names)
+
+
+# ------------------------------------------------------------------------------------ records
+
+
+class Metrics:
+    """Rows of numbers, appended to `metrics.jsonl` and to TensorBoard; `rows` has all of them."""
+
+    def __init__(self, out: pathlib.Path, step: int):
+        """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped."""
+        path = out / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
+        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        self._file = open(path, "a")  # noqa: SIM115
+        self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+    def write(self, step: int, **values: Any) -> None:
+        """Appends a row; numbers go to TensorBoard too."""
+        self.rows.append({"step": step, **values})
+        self._file.write(json.dumps(self.rows[-1]) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self._board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+        self._file.close()
+        self._board.close()
+
+
+def memory(tx: optax.GradientTransformation, state: TrainState) -> dict[str, float]:
+    """Sizes of the optimizer's state, and how much of the model is in factored leaves."""
+    leaves = jax.tree.leaves(state.params)
+    report = adapprox_jax.rank_report(state.opt_state, state.params).values()
+    parameters = sum(leaf.size for leaf in leaves)
+    dense = sum(leaf.nbytes for leaf in leaves)
+    sizes = {
+        "parameters": parameters,
+        "state_mib": adapprox_jax.state_nbytes(tx, state.params) / MIB,
+        "adamw_state_mib": adapprox_jax.state_nbytes(optax.adamw(1.0), state.params) / MIB,
+    }
+    if report:
+        factors = sum(info.nbytes for info in report)
+        replaced = sum(info.dense_nbytes for info in report)
+        sizes["factored_share"] = sum(math.prod(info.shape) for info in report) / parameters
+        sizes["second_moment_ratio"] = (factors + dense - replaced) / dense
+    return sizes
+
+
+def describe(sizes: dict[str, float]) -> str:
+    """`memory` in words."""
+    words = (
+        f"parameters {sizes['parameters']:,}; optimizer state {sizes['state_mib']:.2f} MiB "
+        f"(AdamW's: {sizes['adamw_state_mib']:.2f} MiB)"
+    )
+    if "factored_share" in sizes:
+        words += (
+            f"; {sizes['factored_share']:.1%} of the parameters in factored leaves, second moment "
+            f"{sizes['second_moment_ratio']:.1%} of the dense one's size"
+        )
+    return words
+
+
+def prepare_folder(config: Config) -> None:
+    """Makes the run's folder; an earlier run there is kept beside it, unless it is resumed.
+
+    Raises:
+      UsageError: If the folder holds something else, or nothing to resume.
+    """
+    out = config.out
+    if config.resume:
+        if not (out / "checkpoints").is_dir():
+            raise UsageError(f"--resume: there is no checkpoint in {out}")
+        return
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if not (out / "settings.json").exists():
+            raise UsageError(f"--out {out}: not a run's folder; give a new or an empty one")
+        kept = _free_name(out)
+        out.rename(kept)
+        print(f"the earlier run in {out} is now {kept}")
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def _free_name(path: pathlib.Path) -> pathlib.Path:
+    number = 1
+    while (name := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return name
+
+
+@contextlib.contextmanager
+def interruptions() -> Iterator[threading.Event]:
+    """Within, Ctrl-C sets the event in place of ending the program."""
+    event = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+# ---------------------------------------------------------------------------------- whole run
+
+
+def run(config: Config, *, keep: bool = True) -> Result:
+    """Trains one model.
+
+    Args:
+      config: The settings; what they leave to the presets is filled in here.
+      keep: Whether to save checkpoints, a figure and a sample; metrics are written in any case.
+
+    Returns:
+      The validation losses and the sizes in memory.
+
+    Raises:
+      UsageError: If the settings cannot be used.
+      text.DataError: If the text cannot be used.
+      Diverged: If a loss is not finite.
+      KeyboardInterrupt: After Ctrl-C, when the checkpoint is saved.
+    """
+    config = resolve(config)
+    shape = gpt_config(config)
+    data = text.load(
+        config.data,
+        tokenizer=config.tokenizer,
+        vocabulary=config.vocabulary,
+        context=config.context,
+        cache=config.cache,
+    )
+    used = settings(config, data.key)
+    rate = optimizers.schedule(
+        config.learning_rate, config.min_learning_rate, config.warmup, config.steps
+    )
+    try:
+        tx = optimizers.build(config.optimizer, rate, config.hyper, config.adapprox)
+    except ValueError as error:
+        raise UsageError(f"{config.optimizer}: {error}") from None
+
+    graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(config.seed)), nnx.Param)
+    params = nnx.to_pure_dict(params)
+    state = TrainState(params, jax.jit(tx.init)(params))
+    batches = text.batches(data.train, config.context, config.batch_size, config.seed)
+    validation = jnp.asarray(
+        text.validation_batches(
+            data.validation,
+            config.context,
+            config.batch_size // config.accumulate,
+            config.eval_batches * config.accumulate,
+        )
+    )
+    prepare_folder(config)
+    (config.out / "settings.json").write_text(json.dumps(used, indent=2))
+    start = 0
+    checkpoints = open_checkpoints(config.out) if keep else None
+    if config.resume:
+        start, state = restore(checkpoints, state, batches, used)
+        print(f"going on after step {start} in {config.out}")
+    sizes = memory(tx, state)
+    print(f"{config.model}, {config.optimizer}: {describe(sizes)}")
+
+    step_fn, eval_fn = train_step(graphdef, tx, config.accumulate), evaluation(graphdef)
+    metrics = Metrics(config.out, start)
+    begin = time.perf_counter()
+    tokens_a_step = config.batch_size * config.context
+
+    def validate(step: int) -> None:
+        loss = float(eval_fn(state.params, validation))
+        if not math.isfinite(loss):
+            raise Diverged(f"the validation loss is {loss} after step {step}; try a lower rate")
+        report = adapprox_jax.rank_report(state.opt_state, state.params)
+        ranks = {leaf: info.rank for leaf, info in report.items()}
+        extra = {"ranks": ranks, "mean_rank": float(np.mean(list(ranks.values())))} if ranks else {}
+        metrics.write(step, validation_loss=loss, perplexity=math.exp(min(loss, 700)), **extra)
+        words = f"step {step}: validation loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}"
+        tqdm.write(words + (f", mean rank {extra['mean_rank']:.1f}" if ranks else ""))
+
+    with (
+        interruptions() as interrupted,
+        contextlib.closing(metrics),
+        tqdm(total=config.steps, initial=start, unit="step", disable=None) as bar,
+    ):
+        waiting: list[jax.Array] = []  # losses of the steps since the last record
+        clock = time.perf_counter()
+        for step in range(start + 1, config.steps + 1):
+            state, loss = step_fn(state, next(batches))
+            waiting.append(loss)
+            last = step == config.steps
+            stop = interrupted.is_set()
+            check = step % config.eval_every == 0 or last
+            keep_this = keep and (step % config.checkpoint_every == 0 or last or stop)
+            if step % LOG_EVERY == 0 or check or keep_this or stop:
+                losses = [float(x) for x in jax.device_get(waiting)]
+                speed = tokens_a_step * len(losses) / (time.perf_counter() - clock)
+                for at, value in enumerate(losses, step - len(losses) + 1):
+                    if not math.isfinite(value):
+                        raise Diverged(f"the loss is {value} at step {at}; try a lower rate")
+                    metrics.write(
+                        at, loss=value, learning_rate=float(rate(at - 1)), tokens_per_second=speed
+                    )
+                bar.update(len(losses))
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+                waiting.clear()
+            if check:
+                validate(step)
+            if keep_this:
+                save(checkpoints, step, state, batches, used)
+            if stop and not last:
+                where = f"; a checkpoint of step {step} is in {config.out}" if keep else ""
+                raise KeyboardInterrupt(f"interrupted after step {step}{where}")
+            clock = time.perf_counter() if check or keep_this else clock
+            if not waiting:
+                clock = time.perf_counter()
+    seconds = time.perf_counter() - begin
+    curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
+    if keep:
+        checkpoints.close()
+        finish(config, data, nnx.merge(graphdef, state.params), metrics.rows)
+        print(f"final validation loss {curve[-1][1]:.4f} in {seconds:.0f} s; all in {config.out}")
+    batches.close()
+    return Result(used, curve[-1][1], curve, sizes, seconds)
+
+
+def finish(
+    config: Config, data: text.Data, model: gpt.GPT, rows: list[dict[str, Any]]
+) -> None:
+    """Draws the curves and prints a sample, begun with the first tokens of the validation split."""
+    plots.plot_run(rows, config.out / "curves.png")
+    prompt = np.asarray(data.validation[: min(16, config.context)], np.int32)
+    key = jax.random.key(config.seed)
+    sample = gpt.generate(
+        model, prompt, key, length=config.sample_tokens, vocabulary=data.vocabulary
+    )
+    words = data.decode(np.asarray(sample).tolist())
+    (config.out / "sample.txt").write_text(words)
+    print(f"---- a sample ----\n{words}\n------------------")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code: 0, 1 diverged, 2 bad input, 130 interrupted."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells each step of its work
+    config = tyro.cli(Config, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    try:
+        if config.compare:
+            compare(config, run, Diverged)
+        else:
+            run(config)
+    except (UsageError, text.DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except Diverged as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interruption:
+        print(str(interruption) or "interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""The library against the plain NumPy algorithm, over whole trajectories."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adapprox_jax
+from tests import reference
+
+SHAPE = (24, 40)
+STEPS = 60
+FIXED = dict(k_init=6, k_max=6)
+ADAPTIVE = dict(k_init=1, k_max=12, xi_thresh=0.08, growth=(20.0, -10.0, -2.5, -0.9))
+ROOT = dict(root=True)
+VARIANTS = {
+    "fixed": FIXED,
+    "fixed-root": {**FIXED, **ROOT},
+    "fixed-printed": dict(**FIXED, rotate=False),
+    "fixed-warm": dict(**FIXED, warm_start=True, l=1),
+    "fixed-root-warm": dict(**FIXED, **ROOT, warm_start=True, l=1),
+    "fixed-no-momentum": dict(**FIXED, b1=0.0),
+    "fixed-guidance": dict(**FIXED, guidance=True),
+    "fixed-decay": dict(**FIXED, weight_decay=0.1),
+    "fixed-bias-correction": dict(**FIXED, bias_correction=True, clip=None),
+    "adaptive": ADAPTIVE,
+    "adaptive-root": {**ADAPTIVE, **ROOT, "xi_thresh": 0.1},
+    "adaptive-printed": dict(**ADAPTIVE, rotate=False),
+    "adaptive-warm": dict(**ADAPTIVE, warm_start=True, l=2),
+    "adaptive-root-no-momentum": {**ADAPTIVE, **ROOT, "xi_thresh": 0.1, "b1": 0.0},
+    "adaptive-all": dict(
+        **ADAPTIVE, guidance=True, weight_decay=0.1, bias_correction=True, eps_root=1e-10
+    ),
+    "adaptive-root-all": {
+        **ADAPTIVE, **ROOT, "xi_thresh": 0.1, "guidance": True, "weight_decay": 0.1,
+        "bias_correction": True,
+    },
+}  # fmt: skip
+
+
+def structured_gradients() -> np.ndarray:
+    """Gradients with scales over decades along rows and columns and directions that come and go.
+
+    At step 31 they grow tenfold: one noisy square then outweighs the average, and ranks rise.
+    """
+    rng = np.random.default_rng(0)
+    m, n = SHAPE
+    scales = 10.0 ** rng.uniform(-0.5, 0.5, (m, 1)) * 10.0 ** rng.uniform(-0.5, 0.5, (1, n))
+    left, right = np.exp(rng.normal(size=(6, m, 1))), np.exp(rng.normal(size=(6, 1, n)))
+    gradients = []
+    for t in range(STEPS):
+        on = np.array([1, t < 25, t < 15, 20 <= t < 45, t >= 40, 30 <= t < 50])
+        variance = 0.1 + sum(3.0 * o * x * y for o, x, y in zip(on, left, right, strict=True))
+        sizes = np.sqrt(variance) * scales * (10 if t >= 30 else 1)
+        gradients.append(rng.normal(size=SHAPE) * sizes)
+    return np.asarray(gradients)
+
+
+def optimizer(s: reference.Settings, **keywords):
+    return adapprox_jax.adapprox(
+        1.0,
+        s.b1,
+        s.b2,
+        s.eps,
+        s.eps_root,
+        weight_decay=s.weight_decay,
+        clipping_threshold=s.clip,
+        cosine_guidance=s.guidance,
+        guidance_max_scale=s.max_scale,
+        bias_correction=s.bias_correction,
+        initial_rank=s.k_init,
+        max_rank=s.k_max,
+        error_threshold=s.xi_thresh,
+        rank_interval=s.interval,
+        rank_growth=adapprox_jax.sigmoid_growth(*s.growth),
+        power_iterations=s.l,
+        oversampling=s.p,
+        rotate=s.rotate,
+        warm_start=s.warm_start,
+        approximate="root" if s.root else "moment",
+        min_dim_size_to_factor=1,
+        **keywords,
+    )
+
+
+def compare(s: reference.Settings, dtype, tolerance: float, **keywords) -> list[int]:
+    """Runs both over all steps; returns the ranks."""
+    weights = np.full(SHAPE, 0.5)
+    tx = optimizer(s, **keywords)
+    params = jnp.asarray(weights, dtype)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    expected_state = reference.init(SHAPE, s)
+    width = min(s.k_max + s.p, *SHAPE)
+    ranks = []
+    for t, gradient in enumerate(structured_gradients(), start=1):
+        key = jax.random.fold_in(jax.random.key(0), t)
+        start = np.asarray(jax.random.normal(key, (width, SHAPE[1]), dtype).T, np.float64)
+        expected, expected_state = reference.step(gradient, weights, expected_state, start, s)
+        actual, state = update(jnp.asarray(gradient, dtype), state, params)
+        difference = np.linalg.norm(-np.asarray(actual, np.float64) - expected)
+        assert difference <= tolerance * np.linalg.norm(expected), f"step {t}"
+        assert int(state[0].rank) == expected_state.k, f"step {t}"
+        np.testing.assert_allclose(state[0].error, expected_state.xi, rtol=1e-2, atol=1e-6)
+        for xi in expected_state.tried:  # else rounding could decide the rank
+            assert abs(xi / s.xi_thresh - 1) > 1e-3, f"step {t}: {xi} is too near the threshold"
+        ranks.append(expected_state.k)
+    return ranks
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_library_follows_the_reference(name):
+    s = reference.Settings(b2=0.95, **VARIANTS[name])
+    ranks = compare(s, jnp.float32, 1e-4)
+    if s.k_init < s.k_max:
+        steps = np.sign(np.diff(ranks))
+        assert {-1, 1} <= set(steps), f"the ranks should move both ways: {ranks}"
+
+
+@pytest.mark.parametrize("name", ["fixed", "adaptive", "adaptive-root-all"])
+def test_library_follows_the_reference_in_float64(name):
+    with jax.enable_x64(True):
+        compare(reference.Settings(b2=0.95, **VARIANTS[name]), jnp.float64, 1e-8)
+
+
+@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+def test_cholesky_follows_the_reference(name):
+    s = reference.Settings(b2=0.95, **VARIANTS[name])
+    compare(s, jnp.float32, 1e-4, orthogonalization="cholesky")
+
+
+def test_reference_is_adam_at_full_rank():
+    """With every direction kept, no clip and corrections, the update is g over the true root."""
+    s = reference.Settings(k_init=24, k_max=24, b1=0.0, bias_correction=True, clip=None, b2=0.9)
+    state, exact = reference.init(SHAPE, s), np.zeros(SHAPE)
+    rng = np.random.default_rng(0)
+    for t, gradient in enumerate(structured_gradients()[:10], start=1):
+        exact = s.b2 * exact + (1 - s.b2) * gradient**2
+        start = rng.normal(size=(40, 24))
+        actual, state = reference.step(gradient, 0.0, state, start, s)
+        expected = gradient / (np.sqrt(exact / (1 - s.b2**t)) + s.eps)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+    assert dataclasses.asdict(state)["k"] == 24
