@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from adapprox_jax.clipping import clip_by_matrix_rms
@@ -90,6 +91,8 @@ def adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
+    allowed = "a number or a schedule"
+    require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
     if clipping_threshold is None and not bias_correction:
         raise ValueError(

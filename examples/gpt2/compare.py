@@ -17,9 +17,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.gpt2 import data as text
 from examples.gpt2 import plots
-from examples.gpt2.config import Config, UsageError, resolve, settings
+from examples.gpt2.config import Config, UsageError, load_data, resolve, settings
 
 
 def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) -> None:
@@ -33,16 +32,18 @@ def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) 
     resolved = resolve(config)
     out, rates = resolved.out, resolved.learning_rates or (resolved.learning_rate,)
     if (out / "settings.json").exists():
-        raise UsageError(f"--out {out}: this is the folder of one run; give another for comparisons")
+        raise UsageError(
+            f"--out {out}: this is the folder of one run; give another for comparisons"
+        )
     out.mkdir(parents=True, exist_ok=True)
-    key = _data_key(resolved)
+    key = load_data(resolved).key
 
     def result(name: str, rate: float, seed: int) -> dict[str, Any]:
         label = f"{name}-{rate:g}-seed{seed}"
         one = dataclasses.replace(
             config, optimizer=name, learning_rate=rate, seed=seed, compare=(), out=out / label
         )
-        wanted = json.loads(json.dumps(settings(resolve(one), key)))
+        wanted = settings(resolve(one), key)
         found = find(out / "results.jsonl", wanted)
         if found is None:
             print(f"-- {name}, peak rate {rate:g}, seed {seed}", flush=True)
@@ -124,7 +125,7 @@ def find(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
             row = json.loads(line)
         except json.JSONDecodeError:
             continue  # a process was ended while it wrote
-        if row["settings"] == wanted:
+        if json.dumps(row["settings"]) == json.dumps(wanted):  # 1 is not 1.0: a rank, a fraction
             return row
     return None
 
@@ -153,16 +154,6 @@ def _run(run: Callable[..., Any], diverged: type[Exception], one: Config) -> dic
         print(f"diverged: {error}")
         return {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
     return {key: value for key, value in result._asdict().items() if key != "settings"}
-
-
-def _data_key(resolved: Config) -> str:
-    return text.load(
-        resolved.data,
-        tokenizer=resolved.tokenizer,
-        vocabulary=resolved.vocabulary,
-        context=resolved.context,
-        cache=resolved.cache,
-    ).key
 
 
 def _standard_error(losses: list[float]) -> float | None:

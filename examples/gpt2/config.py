@@ -4,8 +4,8 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
+from examples.gpt2 import data as text
 from examples.gpt2 import optimizers
-from examples.gpt2.data import Tokenizer
 from examples.gpt2.model import CONFIGS, GPTConfig
 
 
@@ -47,7 +47,7 @@ class Config:
     """What trains it."""
     data: pathlib.Path | None = None
     """A UTF-8 text file or a folder of them; by default the standard library's source."""
-    tokenizer: Tokenizer = "sentencepiece"
+    tokenizer: text.Tokenizer = "sentencepiece"
     """SentencePiece, trained on the training split, or plain bytes."""
 
     steps: int | None = None
@@ -78,9 +78,13 @@ class Config:
     vocabulary: int | None = None
     """Tokens of the tokenizer, at most; 256 with --tokenizer bytes."""
 
-    hyper: optimizers.Hyperparameters = optimizers.Hyperparameters()
+    hyper: optimizers.Hyperparameters = dataclasses.field(
+        default_factory=optimizers.Hyperparameters
+    )
     """What all optimizers share."""
-    adapprox: optimizers.AdapproxOptions = optimizers.AdapproxOptions()
+    adapprox: optimizers.AdapproxOptions = dataclasses.field(
+        default_factory=optimizers.AdapproxOptions
+    )
     """Keywords of adapprox_jax.adapprox; None is its default."""
 
     out: pathlib.Path | None = None
@@ -138,6 +142,17 @@ def gpt_config(config: Config) -> GPTConfig:
     return GPTConfig(**{name: getattr(config, name) for name in names})
 
 
+def load_data(config: Config) -> text.Data:
+    """The text that resolved settings ask for."""
+    return text.load(
+        config.data,
+        tokenizer=config.tokenizer,
+        vocabulary=config.vocabulary,
+        context=config.context,
+        cache=config.cache,
+    )
+
+
 # What a run does, as opposed to where it is kept and what is shown of it.
 _NOT_SETTINGS = {
     *("data", "out", "cache", "resume", "checkpoint_every", "sample_tokens"),
@@ -166,9 +181,7 @@ def _check(config: Config) -> None:
         if not rate > 0:
             raise UsageError(f"--learning-rates has {rate}, and all must be above 0")
     if config.width % config.heads:
-        raise UsageError(
-            f"--heads {config.heads} does not divide --width {config.width}, and must"
-        )
+        raise UsageError(f"--heads {config.heads} does not divide --width {config.width}, and must")
     if config.batch_size % config.accumulate:
         raise UsageError(
             f"--accumulate {config.accumulate} does not divide --batch-size "

@@ -94,9 +94,7 @@ def load(
         splits[name] = np.memmap(folder / f"{name}.tokens", dtype=meta["dtype"], mode="r")
     processor = None
     if tokenizer == "sentencepiece":
-        processor = sentencepiece.SentencePieceProcessor(
-            model_file=str(folder / "tokenizer.model")
-        )
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     return Data(key, splits["train"], splits["validation"], meta["vocabulary"], processor)
 
 
@@ -280,9 +278,7 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
     return model.getvalue()
 
 
-def encode_sentencepiece(
-    processor: sentencepiece.SentencePieceProcessor, text: str
-) -> list[int]:
+def encode_sentencepiece(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
     """Tokens of a file, with the end-of-text token after them.
 
     Long files are cut at newlines, which no token crosses, and encoded in parallel.
@@ -338,9 +334,7 @@ def batches(
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def validation_batches(
-    tokens: np.ndarray, context: int, batch_size: int, count: int
-) -> np.ndarray:
+def validation_batches(tokens: np.ndarray, context: int, batch_size: int, count: int) -> np.ndarray:
     """At most `count` batches spread evenly over a split: the same for every run and seed.
 
     Returns:

@@ -89,9 +89,7 @@ class GPT(nnx.Module):
             x_BxLxD = block(x_BxLxD)
         x_BxLxD = self.norm(x_BxLxD)
         embedding_VxD = self.tokens.embedding[...].astype(x_BxLxD.dtype)
-        return jnp.einsum(
-            "BLD,VD->BLV", x_BxLxD, embedding_VxD, preferred_element_type=jnp.float32
-        )
+        return jnp.einsum("BLD,VD->BLV", x_BxLxD, embedding_VxD, preferred_element_type=jnp.float32)
 
 
 def loss(model: GPT, tokens_BxL: jax.Array) -> jax.Array:

@@ -110,7 +110,7 @@ def build(
     Returns:
       An Optax gradient transformation.
     """
-    shared = dict(b1=hyper.b1, b2=hyper.b2, weight_decay=hyper.weight_decay, mask=is_matrix)
+    shared = dataclasses.asdict(hyper) | {"mask": is_matrix}
     match name:
         case "adapprox":
             return adapprox_jax.adapprox(learning_rate, **shared, **options.given())

@@ -5,11 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
-from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.figure import Figure
 
 
 def plot_run(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
@@ -17,7 +14,8 @@ def plot_run(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     train = [(row["step"], row["loss"]) for row in rows if "loss" in row]
     validation = [(row["step"], row["validation_loss"]) for row in rows if "validation_loss" in row]
     ranks = [(row["step"], row["ranks"]) for row in rows if row.get("ranks")]
-    figure, axes = plt.subplots(1, 2 if ranks else 1, figsize=(11 if ranks else 6, 4))
+    figure = Figure(figsize=(11 if ranks else 6, 4))
+    axes = figure.subplots(1, 2 if ranks else 1)
     left, right = axes if ranks else (axes, None)
     left.plot(*zip(*train, strict=True), color="0.8", linewidth=0.8, label="training")
     left.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
@@ -32,7 +30,7 @@ def plot_run(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
             right.plot(steps, curve, color=colors[kind], alpha=0.7, linewidth=1, label=kind)
         handles = dict(zip(*reversed(right.get_legend_handles_labels()), strict=True))
         right.legend(handles.values(), handles.keys(), fontsize="small")
-        right.set(xlabel="step", ylabel="rank of the second moment")
+        right.set(xlabel="step", ylabel="rank of the second moment", ylim=(0, None))
     _save(figure, path)
 
 
@@ -45,7 +43,8 @@ def plot_comparison(
       curves: By optimizer, a list of runs, each a list of (step, loss).
       path: The PNG to write.
     """
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure = Figure(figsize=(7, 4.5))
+    axes = figure.subplots()
     for name, runs in curves.items():
         if not runs:
             continue
@@ -67,7 +66,6 @@ def _kind(leaf: str) -> str:
     return ".".join(re.findall(r"[A-Za-z_]\w*", leaf.replace("blocks", "").replace("kernel", "")))
 
 
-def _save(figure: plt.Figure, path: pathlib.Path) -> None:
+def _save(figure: Figure, path: pathlib.Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -6,6 +6,7 @@ one and ends with the very parameters of a run that was never interrupted.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -33,13 +34,20 @@ from examples.gpt2 import data as text
 from examples.gpt2 import model as gpt
 from examples.gpt2 import optimizers, plots
 from examples.gpt2.compare import compare
-from examples.gpt2.config import Config, UsageError, gpt_config, resolve, settings
+from examples.gpt2.config import (
+    Config,
+    UsageError,
+    gpt_config,
+    load_data,
+    resolve,
+    settings,
+)
 
 LOG_EVERY = 10  # steps whose losses are fetched at once, so that the next ones need not wait
 MIB = 2**20
 
 
-class Diverged(RuntimeError):
+class DivergedError(RuntimeError):
     """The loss is not finite."""
 
 
@@ -150,7 +158,7 @@ def restore(
     if step is None:
         raise UsageError(f"--resume: there is no checkpoint in {checkpoints.directory}")
     extra = checkpoints.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore())).extra
-    differences = _differences(extra["settings"], json.loads(json.dumps(used)))
+    differences = _differences(extra["settings"], used)
     if differences:
         raise UsageError(f"--resume: the checkpoint is of other settings: {differences}")
     batches.set_state(extra["data"])
@@ -160,8 +168,8 @@ def restore(
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    return ", ".join(f"{name} {old.get(name)}, now {new.get(name)}" for name in names)
+    pairs = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
+    return ", ".join(f"{n} was {a}, now {b}" for n, a, b in pairs if json.dumps(a) != json.dumps(b))
 
 
 # ------------------------------------------------------------------------------------ records
@@ -176,7 +184,7 @@ class Metrics:
         lines = path.read_text().splitlines() if path.exists() else []
         self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = open(path, "a")  # noqa: SIM115
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
         self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, **values: Any) -> None:
@@ -226,7 +234,7 @@ def describe(sizes: dict[str, float]) -> str:
     return words
 
 
-def prepare_folder(config: Config) -> None:
+def prepare_folder(config: Config, used: dict[str, Any]) -> None:
     """Makes the run's folder; an earlier run there is kept beside it, unless it is resumed.
 
     Raises:
@@ -244,6 +252,7 @@ def prepare_folder(config: Config) -> None:
         out.rename(kept)
         print(f"the earlier run in {out} is now {kept}")
     out.mkdir(parents=True, exist_ok=True)
+    (out / "settings.json").write_text(json.dumps(used, indent=2) + "\n")
 
 
 def _free_name(path: pathlib.Path) -> pathlib.Path:
@@ -280,18 +289,11 @@ def run(config: Config, *, keep: bool = True) -> Result:
     Raises:
       UsageError: If the settings cannot be used.
       text.DataError: If the text cannot be used.
-      Diverged: If a loss is not finite.
+      DivergedError: If a loss is not finite.
       KeyboardInterrupt: After Ctrl-C, when the checkpoint is saved.
     """
     config = resolve(config)
-    shape = gpt_config(config)
-    data = text.load(
-        config.data,
-        tokenizer=config.tokenizer,
-        vocabulary=config.vocabulary,
-        context=config.context,
-        cache=config.cache,
-    )
+    data = load_data(config)
     used = settings(config, data.key)
     rate = optimizers.schedule(
         config.learning_rate, config.min_learning_rate, config.warmup, config.steps
@@ -300,94 +302,133 @@ def run(config: Config, *, keep: bool = True) -> Result:
         tx = optimizers.build(config.optimizer, rate, config.hyper, config.adapprox)
     except ValueError as error:
         raise UsageError(f"{config.optimizer}: {error}") from None
+    prepare_folder(config, used)
 
-    graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(config.seed)), nnx.Param)
+    model = gpt.GPT(gpt_config(config), rngs=nnx.Rngs(config.seed))
+    graphdef, params = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(params)
     state = TrainState(params, jax.jit(tx.init)(params))
-    batches = text.batches(data.train, config.context, config.batch_size, config.seed)
-    validation = jnp.asarray(
-        text.validation_batches(
-            data.validation,
-            config.context,
-            config.batch_size // config.accumulate,
-            config.eval_batches * config.accumulate,
-        )
-    )
-    prepare_folder(config)
-    (config.out / "settings.json").write_text(json.dumps(used, indent=2))
-    start = 0
-    checkpoints = open_checkpoints(config.out) if keep else None
-    if config.resume:
-        start, state = restore(checkpoints, state, batches, used)
-        print(f"going on after step {start} in {config.out}")
     sizes = memory(tx, state)
     print(f"{config.model}, {config.optimizer}: {describe(sizes)}")
+    validation = text.validation_batches(
+        data.validation,
+        config.context,
+        config.batch_size // config.accumulate,
+        config.eval_batches * config.accumulate,
+    )
 
-    step_fn, eval_fn = train_step(graphdef, tx, config.accumulate), evaluation(graphdef)
-    metrics = Metrics(config.out, start)
-    begin = time.perf_counter()
-    tokens_a_step = config.batch_size * config.context
+    with contextlib.ExitStack() as stack:
+        batches = stack.enter_context(
+            contextlib.closing(
+                text.batches(data.train, config.context, config.batch_size, config.seed)
+            )
+        )
+        checkpoints, start = None, 0
+        if keep:
+            checkpoints = stack.enter_context(contextlib.closing(open_checkpoints(config.out)))
+        if config.resume:
+            start, state = restore(checkpoints, state, batches, used)
+            print(f"going on after step {start} in {config.out}")
+        metrics = stack.enter_context(contextlib.closing(Metrics(config.out, start)))
 
-    def validate(step: int) -> None:
-        loss = float(eval_fn(state.params, validation))
-        if not math.isfinite(loss):
-            raise Diverged(f"the validation loss is {loss} after step {step}; try a lower rate")
-        report = adapprox_jax.rank_report(state.opt_state, state.params)
-        ranks = {leaf: info.rank for leaf, info in report.items()}
-        extra = {"ranks": ranks, "mean_rank": float(np.mean(list(ranks.values())))} if ranks else {}
-        metrics.write(step, validation_loss=loss, perplexity=math.exp(min(loss, 700)), **extra)
-        words = f"step {step}: validation loss {loss:.4f}, perplexity {math.exp(min(loss, 700)):.2f}"
-        tqdm.write(words + (f", mean rank {extra['mean_rank']:.1f}" if ranks else ""))
-
-    with (
-        interruptions() as interrupted,
-        contextlib.closing(metrics),
-        tqdm(total=config.steps, initial=start, unit="step", disable=None) as bar,
-    ):
-        waiting: list[jax.Array] = []  # losses of the steps since the last record
-        clock = time.perf_counter()
-        for step in range(start + 1, config.steps + 1):
-            state, loss = step_fn(state, next(batches))
-            waiting.append(loss)
-            last = step == config.steps
-            stop = interrupted.is_set()
-            check = step % config.eval_every == 0 or last
-            keep_this = keep and (step % config.checkpoint_every == 0 or last or stop)
-            if step % LOG_EVERY == 0 or check or keep_this or stop:
-                losses = [float(x) for x in jax.device_get(waiting)]
-                speed = tokens_a_step * len(losses) / (time.perf_counter() - clock)
-                for at, value in enumerate(losses, step - len(losses) + 1):
-                    if not math.isfinite(value):
-                        raise Diverged(f"the loss is {value} at step {at}; try a lower rate")
-                    metrics.write(
-                        at, loss=value, learning_rate=float(rate(at - 1)), tokens_per_second=speed
-                    )
-                bar.update(len(losses))
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
-                waiting.clear()
-            if check:
-                validate(step)
-            if keep_this:
+        def save_at(step: int, state: TrainState) -> None:
+            if keep:
                 save(checkpoints, step, state, batches, used)
-            if stop and not last:
-                where = f"; a checkpoint of step {step} is in {config.out}" if keep else ""
-                raise KeyboardInterrupt(f"interrupted after step {step}{where}")
-            clock = time.perf_counter() if check or keep_this else clock
-            if not waiting:
-                clock = time.perf_counter()
-    seconds = time.perf_counter() - begin
+
+        begin = time.perf_counter()
+        state = loop(
+            config,
+            state,
+            start,
+            batches,
+            step_fn=train_step(graphdef, tx, config.accumulate),
+            eval_fn=functools.partial(evaluation(graphdef), tokens_NxBxL=validation),
+            rate=rate,
+            metrics=metrics,
+            save_at=save_at,
+        )
+        seconds = time.perf_counter() - begin
     curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
     if keep:
-        checkpoints.close()
         finish(config, data, nnx.merge(graphdef, state.params), metrics.rows)
-        print(f"final validation loss {curve[-1][1]:.4f} in {seconds:.0f} s; all in {config.out}")
-    batches.close()
+    print(f"final validation loss {curve[-1][1]:.4f} in {seconds:.0f} s; all in {config.out}")
     return Result(used, curve[-1][1], curve, sizes, seconds)
 
 
-def finish(
-    config: Config, data: text.Data, model: gpt.GPT, rows: list[dict[str, Any]]
+def loop(
+    config: Config,
+    state: TrainState,
+    start: int,
+    batches: grain.DatasetIterator,
+    *,
+    step_fn: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]],
+    eval_fn: Callable[[Any], jax.Array],
+    rate: optax.Schedule,
+    metrics: Metrics,
+    save_at: Callable[[int, TrainState], None],
+) -> TrainState:
+    """Takes the steps after `start`; records, validates and saves at their intervals.
+
+    Ctrl-C is heard between two steps: the state is saved, then KeyboardInterrupt raised.
+    """
+    waiting: list[jax.Array] = []  # losses of the steps since the last record
+    clock = time.perf_counter()
+    with (
+        interruptions() as interrupted,
+        tqdm(total=config.steps, initial=start, unit="step", disable=None) as bar,
+    ):
+        for step in range(start + 1, config.steps + 1):
+            state, loss = step_fn(state, next(batches))
+            waiting.append(loss)
+            last, stop = step == config.steps, interrupted.is_set()
+            to_check = last or step % config.eval_every == 0
+            to_save = last or stop or step % config.checkpoint_every == 0
+            if to_check or to_save or step % LOG_EVERY == 0:
+                losses = [float(x) for x in jax.device_get(waiting)]
+                seconds = time.perf_counter() - clock
+                speed = len(losses) * config.batch_size * config.context / seconds
+                record(metrics, step, losses, rate, speed)
+                bar.update(len(losses))
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+                if to_check:
+                    validate(metrics, step, float(eval_fn(state.params)), state)
+                if to_save:
+                    save_at(step, state)
+                waiting, clock = [], time.perf_counter()
+            if stop and not last:
+                raise KeyboardInterrupt(f"interrupted after step {step} of {config.steps}")
+    return state
+
+
+def record(
+    metrics: Metrics, step: int, losses: list[float], rate: optax.Schedule, speed: float
 ) -> None:
+    """Writes the losses of the steps up to `step`; raises DivergedError where one is not finite."""
+    for at, loss in enumerate(losses, step - len(losses) + 1):
+        if not math.isfinite(loss):
+            raise DivergedError(f"the loss is {loss} at step {at}; try a lower --learning-rate")
+        learning_rate = float(rate(at - 1))
+        metrics.write(at, loss=loss, learning_rate=learning_rate, tokens_per_second=speed)
+
+
+def validate(metrics: Metrics, step: int, loss: float, state: TrainState) -> None:
+    """Writes and prints a validation loss and the ranks; DivergedError if not finite."""
+    if not math.isfinite(loss):
+        raise DivergedError(
+            f"the validation loss is {loss} at step {step}; try a lower --learning-rate"
+        )
+    row: dict[str, Any] = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
+    words = f"step {step}: validation loss {loss:.4f}, perplexity {row['perplexity']:.2f}"
+    report = adapprox_jax.rank_report(state.opt_state, state.params)
+    if report:
+        row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
+        row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
+        words += f", mean rank {row['mean_rank']:.1f}"
+    metrics.write(step, **row)
+    tqdm.write(words)
+
+
+def finish(config: Config, data: text.Data, model: gpt.GPT, rows: list[dict[str, Any]]) -> None:
     """Draws the curves and prints a sample, begun with the first tokens of the validation split."""
     plots.plot_run(rows, config.out / "curves.png")
     prompt = np.asarray(data.validation[: min(16, config.context)], np.int32)
@@ -403,20 +444,23 @@ def finish(
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code: 0, 1 diverged, 2 bad input, 130 interrupted."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells each step of its work
-    config = tyro.cli(Config, args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    name, flags = "python -m examples.gpt2.train", (tyro.conf.FlagCreatePairsOff,)
+    config = tyro.cli(Config, prog=name, args=arguments, config=flags)
     try:
         if config.compare:
-            compare(config, run, Diverged)
+            compare(config, run, DivergedError)
         else:
             run(config)
     except (UsageError, text.DataError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except Diverged as error:
+    except DivergedError as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interruption:
-        print(str(interruption) or "interrupted", file=sys.stderr)
+        hint = "the same command" if config.compare else "--resume"
+        known = f"{interruption}: {hint} goes on from there" if interruption.args else "interrupted"
+        print(known, file=sys.stderr)
         return 130
     return 0
 

@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+
+from examples.gpt2 import data
+
+# 20 files of 600 characters or so, with indentation, tabs and letters beyond ASCII.
+LINES = "def f(x):\n    if x:\n\t\treturn  x + 1\n\n# Ünïcödé 漢字 \x0c\r\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    (root / "sub").mkdir()
+    for i in range(20):
+        name = f"sub/{i}.txt" if i % 2 else f"{i}.txt"
+        (root / name).write_text(f"# file {i}\n" + LINES * 10, encoding="utf-8")
+    return root
+
+
+def load(path, tmp_path, **options):
+    keywords = {"tokenizer": "bytes", "vocabulary": 300, "context": 8, "cache": tmp_path / "cache"}
+    return data.load(path, **{**keywords, **options})
+
+
+# ---------------------------------------------------------------------------------- bad input
+
+
+def test_missing(tmp_path):
+    with pytest.raises(data.DataError, match="nowhere: no such file or folder"):
+        load(tmp_path / "nowhere", tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", " \n\t\n"])
+def test_empty_file(tmp_path, content):
+    (tmp_path / "a.txt").write_text(content)
+    with pytest.raises(data.DataError, match=r"a\.txt: empty"):
+        load(tmp_path / "a.txt", tmp_path)
+
+
+def test_empty_folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / ".hidden").write_text("not read")
+    with pytest.raises(data.DataError, match="text: empty"):
+        load(tmp_path / "text", tmp_path)
+
+
+def test_too_short(tmp_path):
+    (tmp_path / "a.txt").write_text("x" * 100)
+    with pytest.raises(data.DataError, match=r"its validation split has 6 tokens.* at least 9"):
+        load(tmp_path / "a.txt", tmp_path)
+
+
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_undecodable_names_the_file(tmp_path, in_folder):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "good.txt").write_text("fine")
+    bad = tmp_path / "text" / "bad.txt"
+    bad.write_bytes(b"abc\xff\xfe")
+    with pytest.raises(data.DataError, match=r"bad\.txt: not UTF-8 text \(byte 3"):
+        load(bad.parent if in_folder else bad, tmp_path)
+
+
+def test_vocabulary_too_small_for_sentencepiece(folder, tmp_path):
+    with pytest.raises(data.DataError, match="SentencePiece cannot make 20 tokens"):
+        load(folder, tmp_path, tokenizer="sentencepiece", vocabulary=20)
+    assert not list((tmp_path / "cache").iterdir())  # nothing half-made is left
+
+
+@pytest.mark.parametrize("error", ["missing", "short", "bytes"])
+def test_messages_are_one_line(tmp_path, error):
+    path = tmp_path / "a.txt"
+    if error != "missing":
+        path.write_bytes({"short": b"x", "bytes": b"\xff"}[error])
+    with pytest.raises(data.DataError) as caught:
+        load(path, tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# ----------------------------------------------------------------------------------- splitting
+
+
+def test_split_by_file_is_whole_and_disjoint(folder):
+    texts = data.read_path(folder)
+    train, validation = data.split(texts)
+    assert sorted(train + validation) == texts
+    assert not {name for name, _ in train} & {name for name, _ in validation}
+    share = sum(len(t) for _, t in validation) / sum(len(t) for _, t in texts)
+    assert 0.04 < share < 0.11
+
+
+def test_split_depends_on_relative_paths_alone(folder, tmp_path):
+    copy = tmp_path / "elsewhere"
+    for name, text in data.read_path(folder):
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_text(text, encoding="utf-8")
+    names = [[name for name, _ in part] for part in data.split(data.read_path(folder))]
+    assert names == [[name for name, _ in part] for part in data.split(data.read_path(copy))]
+    reverse = data.split(data.read_path(folder)[::-1])[1]
+    assert sorted(name for name, _ in reverse) == names[1]
+
+
+def test_split_never_gives_a_large_file_to_validation():
+    for i in range(20):
+        train, validation = data.split([(f"large{i}", "x" * 1000), (f"small{i}", "y" * 10)])
+        assert [name for name, _ in train] == [f"large{i}"]
+        assert [name for name, _ in validation] == [f"small{i}"]
+
+
+def test_single_file_is_split_by_position():
+    [(_, head)], [(_, tail)] = data.split([("a", "".join(map(str, range(1000))))])
+    assert head + tail == "".join(map(str, range(1000)))
+    assert abs(len(tail) / len(head + tail) - 0.05) < 0.001
+
+
+def test_standard_library_is_the_default(monkeypatch, tmp_path):
+    root = tmp_path / "lib"
+    for name in ("a.py", "json/b.py", "test/c.py", "site-packages/d.py", "json/tests/e.py", "f.c"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x = 1\n")
+    (root / "g.py").write_bytes(b"\xff")
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
+    assert [name for name, _ in data.read_standard_library()] == ["a.py", "json/b.py"]
+
+
+# ------------------------------------------------------------------------------------ encoding
+
+
+def test_bytes_round_trip(folder, tmp_path):
+    loaded = load(folder, tmp_path)
+    expected = "\0".join(text for _, text in data.split(data.read_path(folder))[0]) + "\0"
+    assert loaded.decode(loaded.train) == expected
+    assert loaded.vocabulary == 256
+
+
+def test_sentencepiece_round_trip(folder, tmp_path):
+    loaded = load(folder, tmp_path, tokenizer="sentencepiece")
+    assert 256 < loaded.vocabulary <= 300
+    train, validation = data.split(data.read_path(folder))
+    assert loaded.decode(loaded.train) == "".join(text for _, text in train)
+    assert loaded.decode(loaded.validation) == "".join(text for _, text in validation)
+    strange = "\n\n  \t x\ty  \nnever seen: \u2713 \U0001f600\n    "
+    assert loaded.decode(data.encode_sentencepiece(loaded.processor, strange)) == strange
+
+
+def test_cutting_a_text_at_newlines_changes_no_token(folder, tmp_path):
+    processor = load(folder, tmp_path, tokenizer="sentencepiece").processor
+    text = LINES * 40
+    parts = list(data._chunks(text, 100))
+    assert len(parts) > 10
+    assert "".join(parts) == text
+    assert [t for part in parts for t in processor.encode(part)] == processor.encode(text)
+
+
+def test_tokens_are_memory_mapped_and_cached(folder, tmp_path, monkeypatch):
+    first = load(folder, tmp_path, tokenizer="sentencepiece")
+    assert isinstance(first.train, np.memmap)
+    assert first.train.dtype == np.uint16
+    monkeypatch.setattr(data, "train_sentencepiece", None)  # a second training would fail
+    second = load(folder, tmp_path, tokenizer="sentencepiece", context=5)
+    assert second.key == first.key
+    np.testing.assert_array_equal(first.train, second.train)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_cache_key_follows_text_and_settings(folder, tmp_path):
+    keys = {load(folder, tmp_path).key, load(folder, tmp_path, vocabulary=299).key}
+    (tmp_path / "other.txt").write_text(LINES * 20)
+    keys.add(load(tmp_path / "other.txt", tmp_path).key)
+    assert len(keys) == 3
+
+
+# ------------------------------------------------------------------------------------- batches
+
+TOKENS = np.arange(101, dtype=np.uint16)
+
+
+def test_windows_share_their_end_with_the_next_start():
+    windows = data.Windows(TOKENS, 10)
+    assert len(windows) == 10
+    assert [int(w[0]) for w in map(windows.__getitem__, range(10))] == list(range(0, 100, 10))
+    np.testing.assert_array_equal(windows[9], np.arange(90, 101))
+
+
+def take(batches, count):
+    return [next(batches) for _ in range(count)]
+
+
+def test_order_is_fixed_by_the_seed():
+    first = take(data.batches(TOKENS, 10, 5, seed=1), 4)
+    again = take(data.batches(TOKENS, 10, 5, seed=1), 4)
+    other = take(data.batches(TOKENS, 10, 5, seed=2), 4)
+    np.testing.assert_array_equal(first, again)
+    assert (np.array(first) != np.array(other)).any()
+
+
+def test_each_epoch_has_every_window_in_a_new_order():
+    drawn = np.array(take(data.batches(TOKENS, 10, 5, seed=0), 4))[:, :, 0].reshape(2, 10)
+    np.testing.assert_array_equal(np.sort(drawn), [range(0, 100, 10)] * 2)
+    assert (drawn[0] != drawn[1]).any()
+
+
+def test_position_is_saved_and_restored():
+    batches = data.batches(TOKENS, 10, 3, seed=0)
+    take(batches, 5)
+    state = batches.get_state()
+    expected = take(batches, 5)
+    fresh = data.batches(TOKENS, 10, 3, seed=0)
+    fresh.set_state(state)
+    np.testing.assert_array_equal(take(fresh, 5), expected)
+
+
+def test_validation_batches_are_spread_and_fixed():
+    batches = data.validation_batches(TOKENS, 10, 2, 3)
+    assert batches.shape == (3, 2, 11)
+    assert batches[0, 0, 0] == 0
+    assert batches[-1, -1, 0] == 90
+    assert data.validation_batches(TOKENS, 10, 2, 100).shape == (5, 2, 11)
+    assert data.validation_batches(TOKENS, 10, 64, 100).shape == (1, 10, 11)

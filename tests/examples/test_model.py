@@ -1,0 +1,110 @@
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples.gpt2 import model as gpt
+
+SMALL = gpt.GPTConfig(layers=2, width=16, heads=2, context=8, vocabulary=50)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return gpt.GPT(SMALL, rngs=nnx.Rngs(0))
+
+
+forward = nnx.jit(lambda model, x: model(x))
+
+
+def tokens(batch, length, seed=0):
+    return jax.random.randint(jax.random.key(seed), (batch, length), 0, SMALL.vocabulary)
+
+
+@pytest.mark.parametrize("length", [1, 5, 8])
+def test_logits_have_a_row_for_each_token(model, length):
+    logits = forward(model, tokens(3, length))
+    assert logits.shape == (3, length, 50)
+    assert logits.dtype == jnp.float32
+
+
+def parameter_count(config):
+    model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
+
+
+@pytest.mark.parametrize(("name", "embedding"), [("117M", 50304 * 768), ("345M", 50304 * 1024)])
+def test_parameter_counts_are_those_of_gpt2(name, embedding):
+    config = gpt.CONFIGS[name]
+    d, n = config.width, config.layers
+    block = 12 * d * d + 13 * d  # 4 d^2 of attention, 8 d^2 of feed-forward, biases and norms
+    assert parameter_count(config) == embedding + config.context * d + n * block + 2 * d
+    assert parameter_count(config) == {"117M": 124_475_904, "345M": 354_871_296}[name]
+
+
+def test_a_token_changes_nothing_before_it(model):
+    first = tokens(2, 8)
+    second = first.at[:, 5].set((first[:, 5] + 1) % SMALL.vocabulary)
+    before, after = forward(model, first), forward(model, second)
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert (before[:, 5:] != after[:, 5:]).any(axis=-1).all()
+
+
+def test_first_loss_is_that_of_a_uniform_guess(model):
+    assert abs(float(nnx.jit(gpt.loss)(model, tokens(8, 9))) - math.log(SMALL.vocabulary)) < 0.05
+
+
+def test_loss_is_the_mean_negative_log_probability(model):
+    x = tokens(2, 9)
+    logits = np.asarray(forward(model, x[:, :-1]), np.float64)
+    chosen = np.take_along_axis(logits, np.asarray(x)[:, 1:, None], -1)[..., 0]
+    expected = np.mean(np.log(np.exp(logits).sum(-1)) - chosen)
+    np.testing.assert_allclose(float(nnx.jit(gpt.loss)(model, x)), expected, rtol=1e-6)
+
+
+def test_initial_scales_are_those_of_gpt2():
+    config = dataclasses.replace(SMALL, layers=4, width=64)
+    model = gpt.GPT(config, rngs=nnx.Rngs(0))
+    block = model.blocks[0]
+    for kernel in (block.qkv.kernel, block.expand.kernel, model.tokens.embedding):
+        assert abs(float(jnp.std(kernel[...])) / 0.02 - 1) < 0.1
+    for kernel in (block.projection.kernel, block.contract.kernel):
+        assert abs(float(jnp.std(kernel[...])) / (0.02 / 8**0.5) - 1) < 0.1
+    assert not block.qkv.bias[...].any()
+
+
+def test_bfloat16_is_for_the_layers_alone(model):
+    config = dataclasses.replace(SMALL, dtype="bfloat16")
+    half = gpt.GPT(config, rngs=nnx.Rngs(0))
+    leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(half, nnx.Param)))
+    assert {leaf.dtype for leaf in leaves} == {jnp.dtype("float32")}
+    x = tokens(2, 8)
+    low, full = forward(half, x), forward(model, x)
+    assert low.dtype == jnp.float32
+    np.testing.assert_allclose(low, full, atol=5e-3)
+    assert (low != full).any()  # it did compute in another type
+
+
+def test_generated_text_begins_with_the_prompt_and_stays_in_the_vocabulary(model):
+    prompt = jnp.array([3, 1, 4])
+    sample = gpt.generate(model, prompt, jax.random.key(0), length=20, vocabulary=7)
+    assert sample.shape == (23,)
+    np.testing.assert_array_equal(sample[:3], prompt)
+    assert int(sample[3:].max()) < 7
+
+
+def test_generation_near_zero_temperature_takes_the_likeliest_token(model):
+    prompt = jnp.array([3, 1, 4])
+    sample = gpt.generate(
+        model, prompt, jax.random.key(0), length=12, vocabulary=50, temperature=1e-6
+    )
+    known = list(map(int, prompt))
+    for _ in range(12):  # longer than the context: the window moves
+        seen = known[-SMALL.context :]
+        padded = jnp.array([seen + [0] * (SMALL.context - len(seen))])
+        known.append(int(forward(model, padded)[0, len(seen) - 1].argmax()))
+    assert list(map(int, sample)) == known

@@ -1,0 +1,316 @@
+"""The whole program on a small text and a very small model."""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import adapprox_jax
+from examples.gpt2 import config as settings
+from examples.gpt2 import model as gpt
+from examples.gpt2 import optimizers, train
+
+ROOT = pathlib.Path(__file__).parents[2]
+SMALL_MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "tokenizer": "bytes"}
+SHORT_RUN = {"batch-size": 4, "steps": 6, "warmup": 2, "sample-tokens": 4}
+INTERVALS = {"eval-every": 3, "eval-batches": 2, "checkpoint-every": 3}
+FACTORED = {"adapprox.min-dim-size-to-factor": 8, "adapprox.max-rank": 4}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("work")
+    source = pathlib.Path(dataclasses.__file__).read_text()
+    (folder / "text.py").write_text(source)
+    return folder
+
+
+def arguments(work, name, *extra):
+    places = ["--data", work / "text.py", "--cache", work / "cache", "--out", work / name]
+    small = {**SMALL_MODEL, **SHORT_RUN, **INTERVALS, **FACTORED}
+    options = [part for name, value in small.items() for part in (f"--{name}", value)]
+    return list(map(str, [*options, *places, *extra]))
+
+
+def saved(out, step=6):
+    with train.contextlib.closing(train.open_checkpoints(out)) as checkpoints:
+        return checkpoints.restore(step).state
+
+
+def assert_equal_bits(first, second):
+    first, second = (jax.tree_util.tree_leaves_with_path(tree) for tree in (first, second))
+    assert [path for path, _ in first] == [path for path, _ in second]
+    for (path, a), (_, b) in zip(first, second, strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
+
+
+@pytest.fixture(scope="module", params=["adamw", "adapprox"])
+def trained(request, work):
+    """An uninterrupted run: its optimizer and folder."""
+    assert train.main(arguments(work, request.param, "--optimizer", request.param)) == 0
+    return request.param, work / request.param
+
+
+def test_a_run_leaves_what_people_expect(trained, capsys):
+    optimizer, out = trained
+    names = {path.name for path in out.iterdir()}
+    files = {"curves.png", "metrics.jsonl", "sample.txt", "settings.json"}
+    assert names == files | {"checkpoints", "tensorboard"}
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard").glob("events.*"))
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
+    assert list(losses) == [1, 2, 3, 4, 5, 6]
+    assert abs(losses[1] - math.log(256)) < 0.1
+    checks = [row for row in rows if "validation_loss" in row]
+    assert [row["step"] for row in checks] == [3, 6]
+    for row in checks:
+        assert row["perplexity"] == pytest.approx(math.exp(row["validation_loss"]))
+        assert ("ranks" in row) == (optimizer == "adapprox")
+    assert checks[1]["validation_loss"] < checks[0]["validation_loss"] < losses[1]
+
+
+def test_resume_gives_the_same_bits(trained, work):
+    optimizer, out = trained
+    shorter = work / f"{optimizer}-resumed"
+    shutil.copytree(out, shorter)
+    shutil.rmtree(shorter / "checkpoints" / "6")  # as if ended after step 3
+    rerun = arguments(work, shorter.name, "--optimizer", optimizer, "--resume")
+    assert train.main(rerun) == 0
+    assert_equal_bits(saved(shorter), saved(out))
+    rows = [json.loads(line) for line in (shorter / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+
+
+def test_ctrl_c_saves_and_resume_gives_the_same_bits(work):
+    long = ["--steps", 800, "--eval-every", 5000, "--checkpoint-every", 5000]
+    command = [*arguments(work, "stopped", *long), "--optimizer", "adamw"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "examples.gpt2.train", *command],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+    )
+    metrics = work / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "interrupted after step" in errors
+    [step] = [int(path.name) for path in (work / "stopped/checkpoints").iterdir()]
+    assert 0 < step < 800
+
+    assert train.main([*command, "--resume"]) == 0
+    assert train.main([*arguments(work, "whole", *long), "--optimizer", "adamw"]) == 0
+    assert_equal_bits(saved(work / "stopped", 800), saved(work / "whole", 800))
+
+
+# ----------------------------------------------------------------------------------- bad input
+
+
+def assert_refused(capsys, command, *words):
+    code = train.main([str(part) for part in command])
+    errors = capsys.readouterr().err
+    assert code == 2
+    assert len(errors.strip().splitlines()) == 1
+    for word in words:
+        assert word in errors
+
+
+def test_bad_text_is_refused_in_one_line(work, capsys):
+    (work / "short.txt").write_text("short")
+    (work / "bad.txt").write_bytes(b"\xff" * 100)
+    (work / "empty.txt").write_text("")
+    for name, word in [
+        ("nowhere", "no such file"),
+        ("short.txt", "too short"),
+        ("bad.txt", "not UTF-8"),
+        ("empty.txt", "empty"),
+    ]:
+        command = [*arguments(work, "refused"), "--data", work / name]
+        assert_refused(capsys, command, name, word)
+    assert not (work / "refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--heads", 3], ["--heads 3", "--width 16"]),
+        (["--accumulate", 3], ["--accumulate 3", "--batch-size 4"]),
+        (["--steps", 0], ["--steps is 0"]),
+        (["--warmup", 6], ["--warmup 6", "--steps 6"]),
+        (["--learning-rate", -1], ["--learning-rate is -1"]),
+        (["--vocabulary", 100], ["--vocabulary 100", "256"]),
+        (["--hyper.b1", 2], ["b1", "2"]),
+        (["--adapprox.power-iterations", 0], ["power_iterations", "0"]),
+        (["--compare", "adamw", "--resume"], ["--compare", "--resume"]),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(work, capsys, options, words):
+    assert_refused(capsys, [*arguments(work, "refused"), *options], *words)
+    assert not (work / "refused").exists()
+
+
+def test_resume_needs_a_checkpoint_of_the_same_settings(trained, work, capsys):
+    optimizer, out = trained
+    nowhere = arguments(work, "nowhere", "--resume")
+    assert_refused(capsys, nowhere, "no checkpoint")
+    (work / "empty/checkpoints").mkdir(parents=True, exist_ok=True)
+    assert_refused(capsys, arguments(work, "empty", "--resume"), "no checkpoint")
+    other = arguments(work, out.name, "--optimizer", optimizer, "--resume", "--seed", 1)
+    assert_refused(capsys, other, "seed was 0, now 1")
+
+
+def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(trained, work, capsys):
+    (work / "foreign").mkdir(exist_ok=True)
+    (work / "foreign" / "notes.txt").write_text("mine")
+    assert_refused(capsys, arguments(work, "foreign"), "not a run's folder")
+    shutil.copytree(trained[1], work / "earlier", dirs_exist_ok=True)
+    config = dataclasses.replace(settings.Config(), out=work / "earlier")
+    train.prepare_folder(config, {})
+    kept = train._free_name(work / "earlier").with_name("earlier.1")
+    assert (kept / "metrics.jsonl").exists()
+    assert [path.name for path in (work / "earlier").iterdir()] == ["settings.json"]
+    shutil.rmtree(kept)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(work, capsys):
+    command = arguments(work, "diverged", "--optimizer", "adamw", "--learning-rate", 1e30)
+    assert train.main(command) == 1
+    assert "stopped: the" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ the step
+
+
+def test_accumulation_equals_the_larger_batch():
+    shape = gpt.GPTConfig(layers=1, width=16, heads=2, context=8, vocabulary=64)
+    tokens = jax.random.randint(jax.random.key(0), (8, 9), 0, 64)
+    results = []
+    for parts in (1, 4):
+        graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(0)), nnx.Param)
+        params, tx = nnx.to_pure_dict(params), optax.sgd(1.0)
+        step = train.train_step(graphdef, tx, parts)
+        results.append(step(train.TrainState(params, tx.init(params)), tokens))
+    (whole, whole_loss), (parts, parts_loss) = results
+    np.testing.assert_allclose(whole_loss, parts_loss, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
+
+
+def test_schedule_warms_up_and_ends_at_the_minimum():
+    rate = optimizers.schedule(1.0, 0.1, warmup=9, steps=100)
+    np.testing.assert_allclose([rate(0), rate(4), rate(9), rate(100)], [0.1, 0.5, 1.0, 0.1], 1e-5)
+
+
+@pytest.mark.parametrize("name", optimizers.NAMES)
+def test_optimizers_decay_matrices_alone(name):
+    options = optimizers.AdapproxOptions(min_dim_size_to_factor=1)
+    tx = optimizers.build(name, 1.0, optimizers.Hyperparameters(weight_decay=0.5), options)
+    params = {"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zero, tx.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -0.5)
+    np.testing.assert_allclose(updates["vector"], 0.0, atol=1e-12)
+
+
+def test_paper_is_the_papers_settings_with_guidance_unless_told_otherwise():
+    used = optimizers.settings("adapprox-paper", optimizers.AdapproxOptions(max_rank=7))
+    assert used["cosine_guidance"] is True
+    assert used["max_rank"] == 7
+    assert used["power_iterations"] == adapprox_jax.PAPER["power_iterations"]
+    assert optimizers.settings("adamw", optimizers.AdapproxOptions(max_rank=7)) == {}
+
+
+def test_presets_are_the_papers():
+    for name, minimum in (("117M", 5e-5), ("345M", 3e-5)):
+        config = settings.resolve(settings.Config(model=name))
+        assert (config.batch_size, config.steps, config.warmup) == (128, 100_000, 1_000)
+        assert config.learning_rate == 3e-4
+        assert config.min_learning_rate == pytest.approx(minimum)
+        assert settings.gpt_config(config) == gpt.CONFIGS[name]
+    halved = settings.resolve(settings.Config(model="117M", learning_rate=1.5e-4))
+    assert halved.min_learning_rate == pytest.approx(2.5e-5)
+
+
+# --------------------------------------------------------------------------------- comparisons
+
+
+def test_comparison_leaves_table_figure_and_records(work, capsys):
+    command = arguments(work, "compared", "--seeds", 1, "--compare", "adamw", "adapprox")
+    assert train.main(command) == 0
+    assert "| adapprox | 0.003 |" in capsys.readouterr().out
+    out = work / "compared"
+    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    assert "| adamw | 0.003 |" in (out / "comparison.md").read_text()
+    assert not list(out.glob("*/checkpoints"))
+    record = json.loads((out / "comparison.json").read_text())
+    adamw, adapprox = record["runs"]
+    assert adamw["settings"]["optimizer"] == "adamw"
+    assert adapprox["settings"]["adapprox"]["max_rank"] == 4
+    assert all(set(run["versions"]) == {"python", "jax"} for run in record["runs"])
+    assert [step for step, _ in adapprox["curve"]] == [3, 6]
+    memory = record["summary"]["adapprox"]["memory"]
+    assert 0 < memory["second_moment_ratio"] < 1
+    assert 0.9 < memory["factored_share"] < 1
+    assert memory["state_mib"] < memory["adamw_state_mib"]
+    assert "factored_share" not in adamw["memory"]
+
+
+def test_comparison_goes_on_where_it_was_interrupted(work, capsys, monkeypatch):
+    done = []
+
+    def pretend(config, *, keep):
+        assert not keep
+        done.append((config.optimizer, config.learning_rate, config.seed))
+        if config.learning_rate > 1:
+            raise train.DivergedError("the loss is nan")
+        loss = config.learning_rate + config.seed
+        return train.Result({}, loss, [(3, 5.0), (6, loss)], {"state_mib": 1.0}, 1.0)
+
+    def command(*names):
+        rates = ["--learning-rates", 0.25, 0.5, 2, "--seeds", 3]
+        return [*arguments(work, "continued", *rates), "--compare", *names]
+
+    monkeypatch.setattr(train, "run", pretend)
+    assert train.main(command("adamw")) == 0
+    out = capsys.readouterr().out
+    assert "| adamw | 0.25 | 1.2500 | 0.5774 | 3 |" in out
+    assert "| adamw | 0.2500 | 0.5000 | diverged |" in out
+    assert "warning: adamw: the best rate, 0.25, is at the grid's edge" in out
+    assert done == [("adamw", rate, 0) for rate in (0.25, 0.5, 2)] + [
+        ("adamw", 0.25, seed) for seed in (1, 2)
+    ]
+    results = work / "continued" / "results.jsonl"
+    lines = results.read_text().splitlines(keepends=True)
+    results.write_text("".join(lines[:4]) + lines[4][:50])  # ended while it wrote the last one
+
+    done.clear()
+    assert train.main(command("adamw", "adafactor")) == 0
+    assert done[0] == ("adamw", 0.25, 2)
+    assert [name for name, _, _ in done[1:]] == ["adafactor"] * 5
+    assert "| adamw | 0.25 | 1.2500 | 0.5774 | 3 |" in capsys.readouterr().out
+
+    done.clear()
+    assert train.main(command("adafactor", "adamw")) == 0
+    assert not done
+    assert train.main([*command("adamw"), "--hyper.b2", "0.99"]) == 0
+    assert len(done) == 5  # other settings: other runs

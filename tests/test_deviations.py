@@ -1,0 +1,291 @@
+"""The nine places where the paper cannot be followed, in the order of docs/algorithm.md."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+from adapprox_jax.second_moment import reconstruct
+
+KEY = jax.random.key(0)
+
+
+def lognormal(shape, seed=0, scale=1.0):
+    return np.exp(scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+def gradients(shape, steps, seed=0):
+    """Independent gradients with fixed log-normal sizes."""
+    rng = np.random.default_rng(seed)
+    sizes = lognormal(shape, seed + 1)
+    return [(rng.normal(size=shape) * sizes).astype(np.float32) for _ in range(steps)]
+
+
+def run(tx, grads, params=None):
+    params = jax.tree.map(jnp.zeros_like, grads[0]) if params is None else params
+    state, update = tx.init(params), jax.jit(tx.update)
+    for grad in grads:
+        updates, state = update(grad, state, params)
+        yield updates, state
+
+
+def small(**keywords):
+    return adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **keywords)
+
+
+# 1. f is negative as printed.
+
+
+def test_1_growth_rises_from_6_to_190():
+    f = adapprox_jax.sigmoid_growth()
+    assert [int(f(xi)) for xi in (0.0, 0.01, 0.5, 1.0)] == [6, 7, 175, 190]
+    values = [int(f(xi)) for xi in np.linspace(0, 1, 101)]
+    assert values == sorted(values)
+
+
+def test_1_growth_is_never_negative():
+    assert int(adapprox_jax.sigmoid_growth(tau=-1000.0)(0.5)) == 0
+
+
+# 2. The loop never stops at k_max, raises k after the last factorization, and skips Delta s = 1.
+
+
+def test_2_loop_ends_at_the_largest_rank():
+    tx = small(initial_rank=1, max_rank=6, error_threshold=0.0)
+    for _, state in run(tx, gradients((24, 40), 2)):
+        assert int(state.rank) == 6
+
+
+def test_2_rank_grows_by_one_where_f_is_zero():
+    tx = small(initial_rank=2, max_rank=7, error_threshold=0.0, rank_growth=lambda xi: 0 * xi)
+    _, state = next(run(tx, gradients((24, 40), 1)))
+    assert int(state.rank) == 7
+
+
+def test_2_rank_does_not_grow_below_the_threshold():
+    tx = small(initial_rank=2, max_rank=7, error_threshold=1.0)
+    for _, state in run(tx, gradients((24, 40), 3)):
+        assert int(state.rank) == 2
+
+
+def test_2_factors_hold_as_many_columns_as_the_rank_says():
+    tx = small(initial_rank=1, max_rank=10, error_threshold=0.2, rank_growth=lambda xi: 2)
+    ranks = set()
+    for _, state in run(tx, gradients((24, 40), 25)):
+        rank = int(state.rank)
+        ranks.add(rank)
+        assert np.count_nonzero(np.any(np.asarray(state.q), axis=0)) == rank
+        assert np.count_nonzero(np.any(np.asarray(state.u), axis=0)) == rank
+    assert len(ranks) > 1
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_2_rank_is_chosen_at_the_first_of_every_interval(interval):
+    tx = small(initial_rank=1, max_rank=8, error_threshold=0.0, rank_interval=interval)
+    state, grads = tx.init(jnp.zeros((24, 40))), gradients((24, 40), 7)
+    update = jax.jit(tx.update)
+    for t, grad in enumerate(grads, start=1):
+        state = state._replace(rank=jnp.asarray(3, jnp.int32))  # what a step keeps or replaces
+        _, state = update(grad, state)
+        assert int(state.rank) == (8 if (t - 1) % interval == 0 else 3)
+
+
+# 3. Q U^T has entries below zero.
+
+
+def test_3_low_rank_products_go_below_zero_and_are_cut_off():
+    matrix = jnp.asarray(lognormal((24, 40), scale=2.0))
+    q, u = adapprox_jax.srsi(matrix, 4, KEY)
+    assert float((q @ u.T).min()) < 0
+    assert float(reconstruct(q, u, "moment").min()) == 0
+
+
+@pytest.mark.parametrize("approximate", ["moment", "root"])
+@pytest.mark.parametrize("rank", [1, 4, 8])
+def test_3_no_update_exceeds_that_of_the_newest_gradient_alone(approximate, rank):
+    """Without the cut the root is NaN or zero, and the update g / eps."""
+    tx = small(initial_rank=rank, max_rank=rank, approximate=approximate)
+    for updates, _ in run(tx, gradients((24, 40), 40)):
+        assert float(jnp.max(jnp.abs(updates))) <= 1.001 / np.sqrt(1 - 0.999)
+
+
+# 4. The guidance divides by eps at the first step.
+
+
+def test_4_first_guided_update_is_capped_and_the_average_is_stored_plain():
+    update = jnp.asarray(lognormal((8, 8)))
+    tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, max_scale=3.0)
+    emitted, state = tx.update(update, tx.init(update))
+    np.testing.assert_allclose(emitted, 3 * 0.1 * update, rtol=1e-5)
+    np.testing.assert_allclose(state.mu, 0.1 * update, rtol=1e-5)
+
+
+def test_4_rounding_cannot_turn_the_guidance_negative():
+    tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, eps=0.0, max_scale=10.0)
+    for seed in range(50):  # cosines of parallel vectors, some above 1 in float32
+        update = jnp.asarray(lognormal((37,), seed))
+        emitted, _ = tx.update(update, tx.init(update))
+        np.testing.assert_allclose(emitted, update, rtol=1e-5)  # 0.1 times the cap of 10
+
+
+# 5. There is no bias correction.
+
+
+def test_5_first_update_is_thirty_times_too_large_without_correction():
+    (grad,) = gradients((24, 40), 1)
+    for correction, size in ((False, 1 / np.sqrt(1 - 0.999)), (True, 1.0)):
+        updates, _ = next(run(small(max_rank=4, bias_correction=correction), [grad]))
+        np.testing.assert_allclose(np.abs(updates), size, rtol=1e-3)
+
+
+def test_5_neither_clip_nor_correction_is_an_error():
+    with pytest.raises(ValueError, match="clipping_threshold is None and bias_correction is False"):
+        adapprox_jax.adapprox(1e-3, clipping_threshold=None)
+    adapprox_jax.adapprox(1e-3, clipping_threshold=None, bias_correction=True)
+
+
+# 6. Zero gradients, and gradients whose squares overflow or vanish.
+
+
+@pytest.mark.parametrize("approximate", ["moment", "root"])
+@pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
+def test_6_a_frozen_leaf_stays_where_it_is(approximate, orthogonalization):
+    params = jnp.ones((24, 40))
+    tx = adapprox_jax.adapprox(
+        1.0,
+        weight_decay=0.0,
+        max_rank=4,
+        min_dim_size_to_factor=1,
+        cosine_guidance=True,
+        approximate=approximate,
+        orthogonalization=orthogonalization,
+    )
+    for updates, state in run(tx, [np.zeros((24, 40), np.float32)] * 12, params):
+        assert not np.any(updates)
+        assert float(state[0].error) == 0
+        assert all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(state))
+
+
+def test_6_a_frozen_row_stays_where_it_is():
+    grads = gradients((40, 24), 30)
+    for grad in grads:
+        grad[7] = 0
+    tx = adapprox_jax.adapprox(
+        1.0, weight_decay=0.0, max_rank=4, min_dim_size_to_factor=1, cosine_guidance=True
+    )
+    for updates, _ in run(tx, grads):
+        assert not np.any(updates[7])
+        assert np.all(np.isfinite(updates))
+
+
+def test_6_guidance_is_one_where_nothing_moves():
+    tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, max_scale=3.0)
+    state = adapprox_jax.GuidedEmaState(jnp.ones(4))
+    emitted, _ = tx.update(jnp.zeros(4), state)
+    np.testing.assert_allclose(emitted, 0.9, rtol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e15, 1e-12])
+def test_6_gradients_of_any_size_give_the_same_updates(scale):
+    grads = gradients((24, 40), 12)
+    tx = small(max_rank=4, eps=0.0)
+    scaled = run(tx, [grad * np.float32(scale) for grad in grads])
+    for (expected, _), (actual, state) in zip(run(tx, grads), scaled, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-2)
+        assert np.isfinite(state.drift)
+
+
+# 7. Oversampling as printed does nothing.
+
+
+def test_7_printed_oversampling_changes_nothing():
+    matrix = jnp.asarray(lognormal((40, 60)))
+    plain = adapprox_jax.srsi(matrix, 6, KEY, oversampling=0, rotate=False)
+    more = adapprox_jax.srsi(matrix, 6, KEY, oversampling=5, rotate=False)
+    np.testing.assert_allclose(plain[0] @ plain[1].T, more[0] @ more[1].T, atol=1e-4)
+
+
+def test_7_oversampling_with_rotation_lowers_the_error():
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(64, 64)))[0] for _ in range(2))
+    matrix = jnp.asarray(left * 0.9 ** np.arange(64) @ right.T, jnp.float32)
+    optimum = np.linalg.norm(0.9 ** np.arange(8, 64))
+
+    def mean_error(rotate):
+        errors = []
+        for seed in range(20):
+            key = jax.random.key(seed)
+            q, u = adapprox_jax.srsi(matrix, 8, key, power_iterations=1, rotate=rotate)
+            errors.append(np.linalg.norm(matrix - q @ u.T) / optimum)
+        return np.mean(errors)
+
+    assert mean_error(rotate=False) > 1.4
+    assert mean_error(rotate=True) < 1.25
+
+
+# 8. xi sees one step only.
+
+
+@pytest.mark.parametrize("approximate", ["moment", "root"])
+def test_8_drift_bounds_the_distance_that_the_error_does_not_see(approximate):
+    """1,000 steps against the exact second moment; also that the bound is of use."""
+    shape, rank = (64, 64), 4
+    tx = small(initial_rank=rank, max_rank=rank, approximate=approximate)
+    exact, error_seen = np.zeros(shape), []
+    for t, (grad, (_, state)) in enumerate(
+        zip(gradients(shape, 1000), run(tx, gradients(shape, 1000)), strict=True), start=1
+    ):
+        exact = 0.999 * exact + 0.001 * grad.astype(np.float64) ** 2
+        if t % 50 == 0:
+            target = np.sqrt(exact) if approximate == "root" else exact
+            product = np.asarray(state.q, np.float64) @ np.asarray(state.u, np.float64).T
+            distance = np.linalg.norm(np.maximum(product, 0) - target)
+            assert distance <= float(state.drift)
+            error_seen.append((distance / np.linalg.norm(target), float(state.error)))
+    distance, error = error_seen[-1]
+    assert error < 0.01 < 0.2 < distance
+    drift = float(state.drift) / np.linalg.norm(product)
+    assert drift < (4 if approximate == "moment" else 6) * distance
+
+
+def test_8_reported_drift_is_relative():
+    params = {"w": jnp.zeros((64, 64))}
+    tx = small(initial_rank=4, max_rank=4)
+    *_, (_, state) = run(tx, [{"w": grad} for grad in gradients((64, 64), 20)], params)
+    info = adapprox_jax.rank_report(state, params)["['w']"]
+    norm = np.linalg.norm(state.q["w"] @ state.u["w"].T)
+    np.testing.assert_allclose(info.drift, state.drift["w"] / norm, rtol=1e-4)
+    assert info.drift > info.error
+
+
+# 9. Anything that is not a matrix.
+
+
+def test_9_vectors_and_scalars_keep_a_dense_second_moment():
+    params = {"vector": jnp.zeros(300), "scalar": jnp.zeros(()), "row": jnp.zeros((1, 300))}
+    tx = small(bias_correction=True)
+    adam = optax.scale_by_adam(b1=0.0)
+    rng = np.random.default_rng(0)
+    grads = [jax.tree.map(lambda p: np.asarray(rng.normal(size=p.shape)), params) for _ in range(5)]
+    for (actual, state), (expected, _) in zip(run(tx, grads), run(adam, grads), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
+        assert state.nu["vector"].shape == (300,)
+        assert state.q["vector"].shape == ()
+
+
+def test_9_a_stack_gives_the_updates_of_its_slices():
+    """Ranks, clipping and guidance work on each matrix; the random starts do not know of stacks."""
+    grads = [grad * lognormal((3, 1, 1), 5, 2.0) for grad in gradients((3, 24, 40), 25)]
+    tx = adapprox_jax.adapprox(
+        1.0, max_rank=8, error_threshold=0.1, min_dim_size_to_factor=4, cosine_guidance=True,
+        weight_dimension_numbers=lambda params: jax.tree.map(
+            lambda p: adapprox_jax.MatrixDimensionNumbers(-2, -1), params
+        ),
+    )  # fmt: skip
+    split = [{str(i): grad[i] for i in range(3)} for grad in grads]
+    for (whole, state), (slices, slice_states) in zip(run(tx, grads), run(tx, split), strict=True):
+        for i in range(3):
+            np.testing.assert_allclose(whole[i], slices[str(i)], rtol=1e-5, atol=1e-6)
+            assert int(state[0].rank[i]) == int(slice_states[0].rank[str(i)])

@@ -1,0 +1,49 @@
+"""What the documents show runs as it stands there."""
+
+import doctest
+import importlib
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+
+import adapprox_jax
+
+ROOT = pathlib.Path(__file__).parent.parent
+MODULES = [f"adapprox_jax.{module.name}" for module in pkgutil.iter_modules(adapprox_jax.__path__)]
+
+
+def test_training_loop_of_the_readme_runs_as_pasted(tmp_path):
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert sum(1 for line in code.splitlines() if line.strip()) <= 25
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    loss, ours, adamw = (
+        float(number.replace(",", ""))
+        for number in re.findall(r"(?:loss|state) ([\d.,]*\d)", done.stdout)
+    )
+    assert loss < 0.1
+    assert ours < 0.7 * adamw
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_every_public_function_has_an_example():
+    functions = [getattr(adapprox_jax, name) for name in adapprox_jax.__all__]
+    for function in functions:
+        if callable(function) and not isinstance(function, type):
+            assert ">>>" in function.__doc__, function.__name__
+
+
+def test_relative_links_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            if not link.startswith("http"):
+                assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,0 +1,60 @@
+"""What a state holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+PARAMS = {
+    "layer": {"kernel": jnp.ones((24, 40)), "bias": jnp.ones(40)},
+    "stack": jnp.ones((3, 24, 40)),
+}
+
+
+def test_report_names_shapes_ranks_and_bytes():
+    tx = adapprox_jax.adapprox(1e-3, max_rank=4, min_dim_size_to_factor=1)
+    state = tx.init(PARAMS)
+    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(0), p.shape), PARAMS)
+    _, state = tx.update(grads, state, PARAMS)
+    report = adapprox_jax.rank_report(state, PARAMS)
+    assert set(report) == {"['layer']['kernel']", "['stack']"}
+    info = report["['layer']['kernel']"]
+    assert info.shape == (24, 40)
+    assert (info.rank, info.capacity) == (4, 4)
+    assert info.nbytes == 4 * 4 * (24 + 40)
+    assert info.dense_nbytes == 4 * 24 * 40
+    assert 0 < info.error < 1
+    assert info.drift >= info.error * 0.99
+    stack = report["['stack']"]
+    assert stack.rank.shape == stack.error.shape == stack.drift.shape == (3,)
+    assert stack.nbytes == 3 * info.nbytes
+
+
+def test_report_finds_states_in_wrappers_and_none_where_there_is_none():
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.masked(
+            adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1),
+            {"layer": True, "stack": False},
+        ),
+    )
+    assert set(adapprox_jax.rank_report(tx.init(PARAMS), PARAMS)) == {"['layer']['kernel']"}
+    assert adapprox_jax.rank_report(optax.adamw(1e-3).init(PARAMS), PARAMS) == {}
+
+
+@pytest.mark.parametrize("tx", [optax.adamw(1e-3), adapprox_jax.adapprox(1e-3, b1=0.0)])
+def test_state_nbytes_counts_what_init_allocates(tx):
+    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(PARAMS)))
+    assert adapprox_jax.state_nbytes(tx, PARAMS) == expected
+    abstract = jax.eval_shape(lambda: PARAMS)
+    assert adapprox_jax.state_nbytes(tx, abstract) == expected
+
+
+def test_factors_are_as_small_as_promised():
+    params = {"w": jax.ShapeDtypeStruct((1024, 4096), np.float32)}
+    tx = adapprox_jax.adapprox(1e-3, b1=0.0, initial_rank=16, max_rank=16)
+    factors = 4 * 16 * (1024 + 4096)
+    assert factors <= adapprox_jax.state_nbytes(tx, params) < factors + 100

@@ -1,0 +1,157 @@
+"""S-RSI as linear algebra."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import adapprox_jax
+from adapprox_jax import low_rank
+
+SPECTRA = {
+    "geometric": lambda j: 0.9**j,
+    "fast": lambda j: 0.5**j,
+    "power": lambda j: 1.0 / (1 + j) ** 1.5,
+    "dominant": lambda j: np.where(j == 0, 100.0, 0.8**j),
+    "steps": lambda j: 10.0 ** -(j // 8),
+}
+
+
+@functools.partial(jax.jit, static_argnums=1, static_argnames=("rotate", "orthogonalization"))
+def srsi(matrix, rank, key, **keywords):
+    return adapprox_jax.srsi(matrix, rank, key, **keywords)
+
+
+def with_spectrum(singular_values, shape, seed=0):
+    rng = np.random.default_rng(seed)
+    k = min(shape)
+    left = np.linalg.qr(rng.normal(size=(shape[0], k)))[0]
+    right = np.linalg.qr(rng.normal(size=(shape[1], k)))[0]
+    return (left * singular_values) @ right.T
+
+
+def error(matrix, q, u):
+    return np.linalg.norm(matrix - np.asarray(q, np.float64) @ np.asarray(u, np.float64).T)
+
+
+def orthonormality(q):
+    q = np.asarray(q, np.float64)
+    return np.max(np.abs(q.T @ q - np.eye(q.shape[1])))
+
+
+@pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
+@pytest.mark.parametrize("spectrum", SPECTRA)
+def test_error_is_near_the_optimum(spectrum, orthogonalization):
+    """At most 1.02 times the error of the SVD plus 1e-6 of the norm, at l = 5 and p = 5."""
+    shape = (48, 80)
+    singular_values = SPECTRA[spectrum](np.arange(48.0))
+    matrix = with_spectrum(singular_values, shape)
+    for rank in (1, 4, 9, 24):
+        optimum = np.linalg.norm(singular_values[rank:])
+        q, u = srsi(
+            jnp.asarray(matrix, jnp.float32),
+            rank,
+            jax.random.key(rank),
+            orthogonalization=orthogonalization,
+        )
+        assert error(matrix, q, u) <= 1.02 * optimum + 1e-6 * np.linalg.norm(matrix), rank
+
+
+@pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
+@pytest.mark.parametrize("shape", [(10, 16), (16, 10)])
+def test_q_is_orthonormal_at_every_rank(shape, orthogonalization):
+    matrix = with_spectrum(0.5 ** np.arange(10.0), shape)
+    for rank in range(1, 11):
+        q, u = srsi(
+            jnp.asarray(matrix, jnp.float32),
+            rank,
+            jax.random.key(0),
+            orthogonalization=orthogonalization,
+        )
+        assert q.shape == (shape[0], rank)
+        assert u.shape == (shape[1], rank)
+        assert orthonormality(q) <= 1e-5
+
+
+def test_u_is_the_projection():
+    matrix = jnp.asarray(with_spectrum(0.8 ** np.arange(24.0), (24, 40)), jnp.float32)
+    q, u = srsi(matrix, 6, jax.random.key(0))
+    np.testing.assert_allclose(u, matrix.T @ q, atol=1e-5)
+
+
+def test_columns_stand_in_order_of_their_singular_values():
+    singular_values = 0.7 ** np.arange(24.0)
+    matrix = jnp.asarray(with_spectrum(singular_values, (24, 40)), jnp.float32)
+    _, u = srsi(matrix, 8, jax.random.key(0))
+    np.testing.assert_allclose(np.linalg.norm(u, axis=0), singular_values[:8], rtol=1e-3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([(1, 1), (1, 7), (7, 1), (16, 12)]),
+    st.sampled_from([1, 5, 12]),
+    st.floats(-20, 10),
+    st.integers(0, 12),
+    st.booleans(),
+    st.sampled_from(["qr", "cholesky"]),
+    st.integers(0, 2**31 - 1),
+)
+def test_nothing_is_ever_non_finite(shape, rank, exponent, deficit, rotate, method, seed):
+    """Shapes, ranks, scales from 1e-20 to 1e10, zero and rank-deficient matrices."""
+    rng = np.random.default_rng(seed)
+    true_rank = max(min(shape) - deficit, 0)
+    matrix = rng.normal(size=(shape[0], true_rank)) @ rng.normal(size=(true_rank, shape[1]))
+    matrix = (np.abs(matrix) * 10.0**exponent).astype(np.float32)
+    rank = min(rank, *shape)
+    q, u = srsi(matrix, rank, jax.random.key(seed), rotate=rotate, orthogonalization=method)
+    assert np.all(np.isfinite(q))
+    assert np.all(np.isfinite(u))
+    assert orthonormality(q) <= 1e-5
+    if rank == min(shape):
+        assert error(matrix.astype(np.float64), q, u) <= 1e-4 * np.linalg.norm(matrix) + 1e-30
+
+
+def test_wider_starts_begin_alike():
+    narrow = low_rank.gaussian_start(jax.random.key(3), 4, 50, jnp.float32)
+    wide = low_rank.gaussian_start(jax.random.key(3), 9, 50, jnp.float32)
+    np.testing.assert_array_equal(narrow, wide[:, :4])
+
+
+@pytest.mark.parametrize("rank", [1, 12])
+def test_relative_error_is_true_down_to_1e_4(rank):
+    """To 1 percent, where a difference of squared norms would be lost in float32."""
+    for small in (1e-1, 1e-2, 1e-3, 1e-4):
+        matrix = with_spectrum(np.r_[np.ones(rank), small * np.ones(24 - rank)], (24, 40))
+        unit, _ = low_rank.normalize(jnp.asarray(matrix, jnp.float32))
+        q, u = srsi(unit, rank, jax.random.key(0))
+        true = error(np.asarray(unit, np.float64), q, u) / np.linalg.norm(unit)
+        np.testing.assert_allclose(low_rank.relative_error(unit, q, u), true, rtol=0.01)
+
+
+def test_frobenius_norm_of_any_scale():
+    for scale in (1e-30, 1.0, 1e30):
+        matrix = jnp.full((3, 4), scale)
+        np.testing.assert_allclose(
+            low_rank.frobenius_norm(matrix) / np.float32(scale), 12**0.5, rtol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"rank": 0}, r"rank is 0; allowed: an integer from 1 to min\(m, n\) = 4"),
+        ({"rank": 5}, "rank is 5; allowed"),
+        ({"power_iterations": 0}, "power_iterations is 0; allowed: an integer of at least 1"),
+        ({"oversampling": -1}, "oversampling is -1; allowed"),
+        ({"orthogonalization": "svd"}, "orthogonalization is 'svd'; allowed: 'qr', 'cholesky'"),
+        ({"matrix": jnp.ones(4)}, "matrix.ndim is 1; allowed: 2"),
+    ],
+)
+def test_bad_arguments_are_named(keywords, message):
+    arguments = {"matrix": jnp.ones((4, 6)), "rank": 2, "key": jax.random.key(0), **keywords}
+    with pytest.raises(ValueError, match=message):
+        adapprox_jax.srsi(**arguments)

@@ -1,0 +1,79 @@
+"""Leaves as matrices and back."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adapprox_jax.matrix_view import (
+    MatrixDimensionNumbers,
+    from_matrices,
+    map_matrices,
+    matrix_axes,
+    matrix_view,
+    resolve_dimension_numbers,
+    to_matrices,
+    view_shape,
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers", "expected"),
+    [
+        ((30, 20), None, ((), 20, 30)),  # rows are the shorter side
+        ((20, 30), None, ((), 20, 30)),
+        ((4, 30, 20), None, ((4,), 20, 30)),  # a stack
+        ((3, 3, 16, 32), None, ((3, 3), 16, 32)),  # a convolution
+        ((64, 4, 16), None, ((4,), 16, 64)),  # heads
+        ((64, 4, 16), MatrixDimensionNumbers(0, (1, 2)), ((), 64, 64)),
+        ((5, 64, 4, 8), MatrixDimensionNumbers(1, (-2, -1)), ((5,), 32, 64)),
+    ],
+)
+def test_view_and_back(shape, numbers, expected):
+    view = matrix_view(shape, numbers)
+    assert view_shape(shape, view) == expected
+    leaf = jnp.arange(np.prod(shape)).reshape(shape)
+    matrices = to_matrices(leaf, view)
+    assert matrices.shape == (*expected[0], *expected[1:])
+    np.testing.assert_array_equal(from_matrices(matrices, view, shape), leaf)
+
+
+def test_stack_views_are_views_of_slices():
+    leaf = jax.random.normal(jax.random.key(0), (4, 30, 20))
+    matrices = to_matrices(leaf, matrix_view(leaf.shape))
+    np.testing.assert_array_equal(matrices[2], leaf[2].T)
+
+
+@pytest.mark.parametrize("shape", [(), (7,)])
+def test_fewer_than_two_axes_are_no_matrix(shape):
+    assert not matrix_view(shape).is_matrix
+    assert matrix_axes(shape, None) == tuple(range(len(shape)))
+
+
+def test_stacked_biases_are_vectors_each():
+    numbers = MatrixDimensionNumbers(rows=(), columns=-1)
+    assert not matrix_view((4, 7), numbers).is_matrix
+    assert matrix_axes((4, 7), numbers) == (1,)
+
+
+def test_bad_axes_are_named():
+    with pytest.raises(ValueError, match="names axis 2; a leaf of shape"):
+        matrix_view((3, 4), MatrixDimensionNumbers(0, 2))
+    with pytest.raises(ValueError, match="names an axis twice"):
+        matrix_view((3, 4), MatrixDimensionNumbers(0, -2))
+
+
+def test_dimension_numbers_are_a_prefix_or_a_function():
+    numbers = MatrixDimensionNumbers(0, 1)
+    tree = {"a": {"b": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, "d": jnp.ones(3)}
+    expected = {"a": {"b": numbers, "c": numbers}, "d": None}
+    assert resolve_dimension_numbers({"a": numbers, "d": None}, tree) == expected
+    assert resolve_dimension_numbers(lambda t: {"a": numbers, "d": None}, tree) == expected
+    assert resolve_dimension_numbers(None, tree) == {"a": {"b": None, "c": None}, "d": None}
+
+
+def test_map_matrices_runs_over_all_batch_axes():
+    x = jax.random.normal(jax.random.key(0), (2, 3, 4, 5))
+    actual = map_matrices(lambda m: (m.T, m.sum()), x, (2, 3))
+    np.testing.assert_array_equal(actual[0], x.swapaxes(-1, -2))
+    np.testing.assert_allclose(actual[1], x.sum((-2, -1)), rtol=1e-4, atol=1e-5)

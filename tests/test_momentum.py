@@ -1,0 +1,74 @@
+"""The running average of updates and its guidance."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+
+def updates(steps=5, shape=(6, 8)):
+    rng = np.random.default_rng(0)
+    common = rng.normal(size=shape)
+    return [jnp.asarray(common + rng.normal(size=shape), jnp.float32) for _ in range(steps)]
+
+
+def test_plain_average_is_optax_ema_without_correction():
+    ours, theirs = adapprox_jax.guided_ema(0.8), optax.ema(0.8, debias=False)
+    states = ours.init(updates()[0]), theirs.init(updates()[0])
+    for update in updates():
+        actual, first = ours.update(update, states[0])
+        expected, second = theirs.update(update, states[1])
+        states = first, second
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_guidance_is_the_formula_of_the_paper_below_the_cap():
+    tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, max_scale=1e3)
+    state, average = tx.init(updates()[0]), np.zeros((6, 8))
+    for t, update in enumerate(updates()):
+        emitted, state = tx.update(update, state)
+        average = 0.9 * average + 0.1 * np.asarray(update, np.float64)
+        cosine = np.sum(average * update) / np.linalg.norm(average) / np.linalg.norm(update)
+        if t > 0:
+            np.testing.assert_allclose(emitted, average / (1 - cosine + 1e-8), rtol=1e-3)
+        np.testing.assert_allclose(state.mu, average, rtol=1e-4, atol=1e-6)
+
+
+def test_guidance_does_not_depend_on_the_size_of_updates():
+    tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True)
+    state, tiny = tx.init(updates()[0]), tx.init(updates()[0])
+    for update in updates():
+        expected, state = tx.update(update, state)
+        actual, tiny = tx.update(update * 1e-25, tiny)
+        np.testing.assert_allclose(actual * 1e25, expected, rtol=1e-4)
+
+
+def test_clip_is_that_of_optax_on_whole_leaves():
+    tree = {"matrix": 3 * updates()[0], "vector": jnp.arange(4.0), "scalar": jnp.asarray(7.0)}
+    actual, _ = adapprox_jax.clip_by_matrix_rms(1.0).update(tree, optax.EmptyState())
+    expected, _ = optax.clip_by_block_rms(1.0).update(tree, optax.EmptyState())
+    for name in tree:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-6)
+
+
+def test_clip_works_on_each_matrix_of_a_stack():
+    stack = jnp.stack([100 * updates()[0], 0.01 * updates()[1]])
+    clipped, _ = adapprox_jax.clip_by_matrix_rms(1.0).update(stack, optax.EmptyState())
+    np.testing.assert_allclose(jnp.sqrt(jnp.mean(clipped[0] ** 2)), 1, rtol=1e-5)
+    np.testing.assert_allclose(clipped[1], stack[1])
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        (dict(b1=1.0), r"b1 is 1\.0; allowed: a number in \[0, 1\)"),
+        (dict(eps=-1.0), r"eps is -1\.0; allowed"),
+        (dict(max_scale=0.9), r"max_scale is 0\.9; allowed: a number of at least 1"),
+        (dict(b1=0, cosine_guidance=True), "b1 is 0; allowed: above 0 where cosine_guidance is on"),
+    ],
+)
+def test_bad_arguments_are_named(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        adapprox_jax.guided_ema(**keywords)

@@ -1,0 +1,188 @@
+"""adapprox as a user holds it: in the place of optax.adamw."""
+
+import inspect
+
+import chex
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+PARAMS = {"kernel": np.ones((24, 40), np.float32), "bias": np.ones(40, np.float32)}
+FACTORED = dict(min_dim_size_to_factor=1, max_rank=6, error_threshold=0.1)
+
+
+def gradients(steps, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = np.exp(rng.normal(size=(24, 40)))
+    return [
+        {
+            "kernel": jnp.asarray(rng.normal(size=(24, 40)) * sizes * 10 ** rng.normal()),
+            "bias": jnp.asarray(rng.normal(size=40)),
+        }
+        for _ in range(steps)
+    ]
+
+
+def run(tx, grads, params=PARAMS, update=None):
+    state, update = tx.init(params), update or jax.jit(tx.update)
+    history = []
+    for grad in grads:
+        updates, state = update(grad, state, params)
+        params = optax.apply_updates(params, updates)
+        history.append(state[0])
+    return params, history
+
+
+def test_positions_and_defaults_are_those_of_adamw():
+    ours = inspect.signature(adapprox_jax.adapprox).parameters
+    theirs = inspect.signature(optax.adamw).parameters
+    shared = [name for name, p in theirs.items() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert list(ours)[: len(shared)] == shared
+    assert all(ours[name].default == theirs[name].default for name in shared)
+
+
+def test_stands_where_adamw_stood():
+    """On leaves that stay dense, with Adam's correction and no clip, it is Adam with the average
+    taken after the division; with b1 = 0 the two are the same."""
+    grads = gradients(10)
+    ours = adapprox_jax.adapprox(
+        1e-2, b1=0.0, weight_decay=0.1, clipping_threshold=None, bias_correction=True
+    )
+    actual, _ = run(ours, grads)
+    expected, _ = run(optax.adamw(1e-2, b1=0.0, weight_decay=0.1), grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
+
+
+@pytest.mark.parametrize("settings", [FACTORED, adapprox_jax.PAPER], ids=["factored", "paper"])
+def test_one_compilation_serves_a_run_in_which_ranks_change(settings):
+    settings = {**settings, "error_threshold": 0.1}
+    tx = adapprox_jax.adapprox(optax.linear_schedule(1e-2, 1e-3, 30), **settings)
+    chex.clear_trace_counter()
+    update = jax.jit(chex.assert_max_traces(tx.update, 1))
+    _, history = run(tx, gradients(31), update=update)
+    assert len({int(state.rank["kernel"]) for state in history}) > 1
+
+
+class WithAndWithoutJit(chex.TestCase):
+    @chex.variants(with_jit=True, without_jit=True)
+    def test_the_same_updates(self):
+        tx = adapprox_jax.adapprox(1e-2, cosine_guidance=True, **FACTORED)
+        actual, _ = run(tx, gradients(2), update=self.variant(tx.update))
+        expected, _ = run(tx, gradients(2))
+        chex.assert_trees_all_close(actual, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
+def test_lowers_for(platform, orthogonalization):
+    tx = adapprox_jax.adapprox(1e-2, orthogonalization=orthogonalization, **FACTORED)
+    state = jax.eval_shape(tx.init, PARAMS)
+    exported = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS)
+    assert exported.platforms == (platform,)
+
+
+def test_without_momentum_no_first_moment_is_kept():
+    tx = adapprox_jax.adapprox(1e-2, b1=0.0, **FACTORED)
+    shapes = [leaf.shape for leaf in jax.tree.leaves(tx.init(PARAMS))]
+    assert (24, 40) not in shapes
+    run(tx, gradients(2))
+
+
+def test_mu_dtype():
+    tx = adapprox_jax.adapprox(1e-2, mu_dtype=jnp.bfloat16, **FACTORED)
+    _, state = tx.update(gradients(1)[0], tx.init(PARAMS), PARAMS)
+    assert optax.tree.get(state, "mu")["kernel"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_parameters_have_float32_factors(dtype):
+    params = jax.tree.map(lambda p: jnp.asarray(p, dtype), PARAMS)
+    tx = adapprox_jax.adapprox(1e-2, **FACTORED)
+    state = tx.init(params)
+    updates, new = jax.jit(tx.update)(optax.tree.cast(gradients(1)[0], dtype), state, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    assert new[0].q["kernel"].dtype == jnp.float32
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, new)
+
+
+def test_weight_decay_is_decoupled_and_masked():
+    grads = jax.tree.map(jnp.zeros_like, PARAMS)
+    tx = adapprox_jax.adapprox(
+        0.5, weight_decay=0.1, mask={"kernel": True, "bias": False}, **FACTORED
+    )
+    updates, _ = tx.update(grads, tx.init(PARAMS), PARAMS)
+    np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
+    assert not np.any(updates["bias"])
+
+
+def test_learning_rate_may_be_a_schedule():
+    schedule = optax.piecewise_constant_schedule(1.0, {1: 0.1})
+    grads = gradients(2)
+    scheduled, plain = (adapprox_jax.adapprox(x, **FACTORED) for x in (schedule, 1.0))
+    states = scheduled.init(PARAMS), plain.init(PARAMS)
+    for grad, factor in zip(grads, (1.0, 0.1), strict=True):
+        first, second = scheduled.update(grad, states[0]), plain.update(grad, states[1])
+        states = first[1], second[1]
+        np.testing.assert_allclose(first[0]["kernel"], factor * second[0]["kernel"], rtol=1e-5)
+
+
+def test_keys_as_seeds_raw_and_typed_keys():
+    grads = gradients(3)
+    keys = (3, jax.random.key(3), jax.random.PRNGKey(3))
+    seed, typed, raw = (
+        run(adapprox_jax.adapprox(1e-2, warm_start=False, key=key, **FACTORED), grads)[0]
+        for key in keys
+    )
+    chex.assert_trees_all_equal(seed, typed, raw)
+    other = adapprox_jax.adapprox(1e-2, warm_start=False, key=4, **FACTORED)
+    assert np.any(run(other, grads)[0]["kernel"] != seed["kernel"])
+
+
+def test_small_matrices_stay_dense_by_default_or_where_factors_are_no_smaller():
+    by_default = adapprox_jax.scale_by_adapprox().init(PARAMS)
+    assert by_default.nu["kernel"].shape == (24, 40)
+    no_smaller = adapprox_jax.scale_by_adapprox(max_rank=20, min_dim_size_to_factor=1)
+    assert no_smaller.init(PARAMS).nu["kernel"].shape == (24, 40)
+
+
+BAD = [
+    (dict(eps=-1e-8), r"eps is -1e-08; allowed: a number of at least 0"),
+    (dict(eps_root=-1.0), r"eps_root is -1\.0; allowed"),
+    (dict(b1=1.0), r"b1 is 1\.0; allowed: a number in \[0, 1\)"),
+    (dict(b1=-0.1), r"b1 is -0\.1; allowed"),
+    (dict(b2=1.0), r"b2 is 1\.0; allowed: a number in \[0, 1\)"),
+    (dict(b2=float("nan")), r"b2 is nan; allowed"),
+    (dict(initial_rank=0), r"initial_rank is 0; allowed: an integer of at least 1"),
+    (dict(initial_rank=8, max_rank=4), r"max_rank is 4; allowed: .* initial_rank = 8"),
+    (dict(max_rank=1.5), r"max_rank is 1\.5; allowed: as a float, a fraction in \(0, 1\]"),
+    (dict(max_rank=0.0), r"max_rank is 0\.0; allowed"),
+    (dict(error_threshold=-0.1), r"error_threshold is -0\.1; allowed"),
+    (dict(rank_interval=0), r"rank_interval is 0; allowed: an integer of at least 1"),
+    (dict(rank_interval=2.5), r"rank_interval is 2\.5; allowed: an integer"),
+    (dict(power_iterations=0), r"power_iterations is 0; allowed: an integer of at least 1"),
+    (dict(oversampling=-1), r"oversampling is -1; allowed"),
+    (dict(approximate="log"), r"approximate is 'log'; allowed: 'moment', 'root'"),
+    (dict(orthogonalization="svd"), r"orthogonalization is 'svd'; allowed: 'qr', 'cholesky'"),
+    (dict(min_dim_size_to_factor=0), r"min_dim_size_to_factor is 0; allowed"),
+    (dict(clipping_threshold=0.0), r"clipping_threshold is 0\.0; allowed: a number above 0"),
+    (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),
+    (dict(guidance_max_scale=0.5), r"guidance_max_scale is 0\.5; allowed"),
+    (dict(cosine_guidance=True, b1=0.0), r"b1 is 0\.0; allowed: .* where cosine_guidance is on"),
+    (dict(learning_rate=None), r"learning_rate is None; allowed: a number or a schedule"),
+]
+
+
+@pytest.mark.parametrize(("keywords", "message"), BAD, ids=[next(iter(k)) for k, _ in BAD])
+def test_bad_hyperparameters_are_named_when_the_optimizer_is_made(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        adapprox_jax.adapprox(**{"learning_rate": 1e-3, **keywords})
+
+
+def test_unknown_keywords_are_an_error():
+    with pytest.raises(TypeError, match="beta2"):
+        adapprox_jax.adapprox(1e-3, beta2=0.9)

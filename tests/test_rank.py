@@ -1,0 +1,107 @@
+"""Capacities and the adaptive factorization of one matrix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adapprox_jax.rank import adaptive_srsi, resolve_capacity, sigmoid_growth
+
+
+@pytest.mark.parametrize(
+    ("max_rank", "shape", "expected"),
+    [
+        (0.25, (768, 3072), 192),
+        (0.25, (50304, 768), 192),
+        (0.25, (7, 9), 1),  # rounded down
+        (0.01, (7, 9), 1),  # at least 1
+        (1.0, (7, 9), 7),
+        (16, (768, 3072), 16),
+        (16, (7, 9), 7),  # at most min(m, n)
+    ],
+)
+def test_capacity(max_rank, shape, expected):
+    assert resolve_capacity(max_rank, *shape) == expected
+
+
+def test_growth_arguments_are_checked():
+    with pytest.raises(ValueError, match="eta is 0; allowed: a number above 0"):
+        sigmoid_growth(eta=0)
+    with pytest.raises(ValueError, match=r"omega is 1\.0; allowed: a number below 0"):
+        sigmoid_growth(omega=1.0)
+
+
+SETTINGS = dict(
+    initial_rank=1,
+    error_threshold=0.05,
+    rank_interval=10,
+    rank_growth=lambda xi: jnp.asarray(1),
+    power_iterations=5,
+    oversampling=5,
+    rotate=True,
+    warm_start=False,
+    orthogonalization="qr",
+    factor_dtype=jnp.float32,
+)
+
+
+def decaying(shape=(24, 40), decay=0.6, seed=0):
+    rng = np.random.default_rng(seed)
+    k = min(shape)
+    left = np.linalg.qr(rng.normal(size=(shape[0], k)))[0]
+    right = np.linalg.qr(rng.normal(size=(shape[1], k)))[0]
+    return jnp.asarray((left * decay ** np.arange(k)) @ right.T, jnp.float32)
+
+
+jitted = jax.jit(adaptive_srsi, static_argnames=tuple(SETTINGS))
+
+
+def factor(matrix, capacity=12, step=1, rank=1, previous_u=None, **changes):
+    previous_u = jnp.zeros((matrix.shape[1], capacity)) if previous_u is None else previous_u
+    key = jax.random.key(0)
+    settings = {**SETTINGS, **changes}
+    return jitted(matrix, previous_u, jnp.asarray(rank), jnp.asarray(step), key, **settings)
+
+
+@pytest.mark.parametrize("threshold", [0.3, 0.05, 0.01])
+def test_rank_is_the_smallest_below_the_threshold(threshold):
+    """With steps of one and a known spectrum."""
+    factors = factor(decaying(), error_threshold=threshold)
+    spectrum = 0.6 ** np.arange(24)
+    tails = np.array([np.linalg.norm(spectrum[k:]) for k in range(24)]) / np.linalg.norm(spectrum)
+    assert int(factors.rank) == int(np.argmax(tails <= threshold))
+    np.testing.assert_allclose(factors.error, tails[int(factors.rank)], rtol=0.02)
+
+
+def test_rank_is_kept_between_choices():
+    assert int(factor(decaying(), step=2, rank=3).rank) == 3
+    assert int(factor(decaying(), step=11, rank=12).rank) == 6
+
+
+def test_wider_buffers_change_nothing_but_zeros():
+    narrow, wide = factor(decaying(), capacity=8), factor(decaying(), capacity=16)
+    assert int(narrow.rank) == int(wide.rank) < 8
+    np.testing.assert_allclose(narrow.q @ narrow.u.T, wide.q @ wide.u.T, atol=1e-5)
+    assert not np.any(wide.q[:, 8:])
+    assert not np.any(wide.u[:, 8:])
+
+
+def test_warm_start_with_one_iteration_converges():
+    """A matrix that stands still is factored as well as by many iterations, after a few steps."""
+    matrix, fixed = decaying(decay=0.9), dict(initial_rank=8, power_iterations=1)
+    cold = factor(matrix, capacity=8, **fixed)
+    factors = cold
+    for step in range(2, 8):
+        factors = factor(matrix, 8, step, 8, previous_u=factors.u, warm_start=True, **fixed)
+    optimum = np.linalg.norm(0.9 ** np.arange(8, 24)) / np.linalg.norm(0.9 ** np.arange(24))
+    assert float(cold.error) > 1.05 * optimum
+    assert float(factors.error) < 1.01 * optimum
+
+
+def test_error_counts_the_rounding_of_the_factors():
+    factors = factor(decaying(), factor_dtype=jnp.bfloat16, error_threshold=0.0, capacity=20)
+    assert factors.q.dtype == jnp.bfloat16
+    product = factors.q.astype(jnp.float32) @ factors.u.astype(jnp.float32).T
+    true = np.linalg.norm(decaying() - product) / np.linalg.norm(decaying())
+    np.testing.assert_allclose(factors.error, true, rtol=0.3)
+    assert float(factors.error) > 1e-4  # float32 factors of rank 20 have 4e-5
