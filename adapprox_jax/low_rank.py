@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.validation import require, require_choice
 
@@ -154,7 +155,7 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     """
     width = matrix.shape[1]
     eye = jnp.eye(width, dtype=matrix.dtype)
-    epsilon = jnp.finfo(matrix.dtype).eps
+    epsilon = float(np.finfo(matrix.dtype).eps)
     norms = jnp.linalg.norm(matrix, axis=0)
     basis = matrix / jnp.where(norms == 0, 1, norms)
     for shift in (10 * width * epsilon, 0.0, 0.0):

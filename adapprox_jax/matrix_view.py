@@ -64,7 +64,7 @@ def matrix_view(
         if ndim < 2:
             return MatrixView(tuple(range(ndim)), (), ())
         by_size = sorted(range(ndim), key=lambda axis: (shape[axis], axis))
-        rows, columns = (by_size[-2],), (by_size[-1],)
+        rows, columns = _axes(by_size[-2], shape), _axes(by_size[-1], shape)
     else:
         rows, columns = (_axes(side, shape) for side in dimension_numbers)
         named = rows + columns

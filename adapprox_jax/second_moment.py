@@ -83,7 +83,6 @@ def scale_by_adapprox(
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "moment",
-    floor: float = 0.0,
     orthogonalization: Orthogonalization = "qr",
     min_dim_size_to_factor: int = 128,
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -231,7 +230,6 @@ def scale_by_adapprox(
                 approximate=approximate,
                 precondition=precondition,
                 factorize=partial(factorize, factor_dtype=old.q.dtype),
-                floor=floor,
             )
             scaled, factors, drift = map_matrices(
                 lambda operands: one_matrix(*operands),
@@ -264,7 +262,6 @@ def update_matrix(
     approximate: Approximate,
     precondition: Callable[[jax.Array, jax.Array], jax.Array],
     factorize: Factorize,
-    floor: float = 0.0,
 ) -> tuple[jax.Array, Factors, jax.Array]:
     """One step of Algorithm 3 for one matrix, up to the quotient.
 
@@ -284,7 +281,7 @@ def update_matrix(
     Returns:
       The scaled gradient (m, n), the new factors, the new drift.
     """
-    previous = reconstruct(q.astype(grad.dtype), u.astype(grad.dtype), approximate, floor)
+    previous = reconstruct(q.astype(grad.dtype), u.astype(grad.dtype), approximate)
     second_moment = average(previous, grad, b2)
     target = jnp.sqrt(second_moment) if approximate == "root" else second_moment
     factors = factorize(target, u, rank, step, key)
@@ -292,28 +289,19 @@ def update_matrix(
     return precondition(grad, second_moment), factors, drift
 
 
-def reconstruct(
-    q: jax.Array, u: jax.Array, approximate: Approximate, floor: float = 0.0
-) -> jax.Array:
+def reconstruct(q: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
     """The second moment (m, n) that the factors stand for, without entries below zero.
 
     A low-rank approximation of a positive matrix has negative entries from rank 2 on; averaged as
     they are they would make the root NaN or the update g / eps (docs/algorithm.md, 3).
     """
-    product = matmul(q, u.T)
-    low = 0.0
-    if floor:
-        rows = jnp.maximum(matmul(q, jnp.sum(u, axis=0)[:, None]), 0)
-        columns = jnp.maximum(matmul(u, jnp.sum(q, axis=0)[:, None]), 0)
-        total = jnp.sum(columns)
-        low = floor * rows * (columns.T / jnp.where(total == 0, 1, total))
-    product = jnp.maximum(product, low)
+    product = jnp.maximum(matmul(q, u.T), 0)
     return product**2 if approximate == "root" else product
 
 
 def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> jax.Array:
     """b2 V + (1 - b2) G^2, elementwise."""
-    return b2 * previous + (1 - b2) * grad**2
+    return previous * b2 + jnp.square(grad) * (1 - b2)
 
 
 def divide_by_root(
@@ -342,7 +330,7 @@ def accumulate_drift(
     factorization adds its own. Of the root, x -> sqrt(b2 x^2 + c) shrinks by sqrt(b2) at least.
     """
     decay = jnp.sqrt(b2) if approximate == "root" else b2
-    return (decay * drift + error * frobenius_norm(target)).astype(drift.dtype)
+    return (drift * decay + error * frobenius_norm(target)).astype(drift.dtype)
 
 
 def _as_trees(like: Any, leaf_states: Any) -> list[Any]:
