@@ -92,7 +92,7 @@ def adaptive_srsi(
     step: jax.Array,
     key: jax.Array,
     *,
-    initial_rank: int,
+    initial_rank: int | None,
     error_threshold: float,
     rank_interval: int,
     rank_growth: RankGrowth,
@@ -115,7 +115,7 @@ def adaptive_srsi(
       previous_rank: Columns of it in use, int scalar.
       step: t, from 1, int scalar. The rank is chosen where (t - 1) mod rank_interval = 0.
       key: JAX random key of the Gaussian start.
-      initial_rank: k_init, the first rank tried. From `capacity` on, the rank is fixed.
+      initial_rank: k_init, the first rank tried. None, or `capacity` and above: the rank is fixed.
       error_threshold: xi_thresh: the rank grows while the error is above it.
       rank_interval: Delta s, steps between choices of the rank.
       rank_growth: f, from the error to the columns to add; at least 1 is added.
@@ -132,7 +132,6 @@ def adaptive_srsi(
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2 and 7.
     """
     capacity = previous_u.shape[1]
-    adaptive = initial_rank < capacity
     # As printed, oversampling changes nothing: the columns beyond the rank need not exist.
     width = min(capacity + oversampling, *matrix.shape) if rotate else capacity
     unit, scale = normalize(matrix)
@@ -154,7 +153,7 @@ def adaptive_srsi(
         more = jnp.maximum(rank_growth(factors.error), 1).astype(jnp.int32)
         return truncated(jnp.minimum(factors.rank + more, capacity))
 
-    if adaptive:
+    if initial_rank is not None and initial_rank < capacity:
         chosen_anew = (step - 1) % rank_interval == 0
         factors = jax.lax.while_loop(
             lambda f: chosen_anew & (f.error > error_threshold) & (f.rank < capacity),

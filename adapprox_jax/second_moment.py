@@ -73,8 +73,8 @@ def scale_by_adapprox(
     *,
     eps_root: jax.typing.ArrayLike = 0.0,
     bias_correction: bool = False,
-    initial_rank: int = 1,
-    max_rank: int | float = 0.25,
+    initial_rank: int | None = None,
+    max_rank: int | float = 8,
     error_threshold: float = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
@@ -82,7 +82,7 @@ def scale_by_adapprox(
     oversampling: int = 5,
     rotate: bool = True,
     warm_start: bool = True,
-    approximate: Approximate = "moment",
+    approximate: Approximate = "root",
     orthogonalization: Orthogonalization = "qr",
     min_dim_size_to_factor: int = 128,
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -100,10 +100,10 @@ def scale_by_adapprox(
       eps: Added to the root, at least 0.
       eps_root: Added under the root, at least 0.
       bias_correction: Divide the second moment by 1 - b2^t, as Adam does and the paper does not.
-      initial_rank: k_init, the first rank tried, at least 1.
+      initial_rank: k_init, the first rank tried, at least 1. None, or `max_rank`: the rank is fixed
+        at `max_rank`, the simple, predictable mode.
       max_rank: k_max, the width of the buffers: an int, or a float in (0, 1] as a fraction of
-        min(m, n), rounded down, at least 1. With `initial_rank == max_rank` the rank is fixed:
-        the simple, predictable mode.
+        min(m, n), rounded down, at least 1.
       error_threshold: The rank grows while the relative error is above it, at least 0. With
         `approximate="root"` this is the error of the root.
       rank_interval: Steps between choices of the rank, at least 1.
@@ -129,24 +129,26 @@ def scale_by_adapprox(
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
-      >>> tx = adapprox_jax.scale_by_adapprox(max_rank=4)
+      >>> tx = adapprox_jax.scale_by_adapprox()
       >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.ones(512)}
       >>> state = tx.init(params)
       >>> state.q["kernel"].shape, state.u["kernel"].shape, state.nu["bias"].shape
-      ((256, 4), (512, 4), (512,))
+      ((256, 8), (512, 8), (512,))
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
     require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
-    _require_integer("initial_rank", initial_rank, 1)
+    if initial_rank is not None:
+        _require_integer("initial_rank", initial_rank, 1)
     if isinstance(max_rank, float):
         require("max_rank", max_rank, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
     else:
         _require_integer("max_rank", max_rank, 1)
+        least = 1 if initial_rank is None else initial_rank
         allowed = f"an integer of at least initial_rank = {initial_rank}"
-        require("max_rank", max_rank, lambda x: x >= initial_rank, allowed)
+        require("max_rank", max_rank, lambda x: x >= least, allowed)
     require("error_threshold", error_threshold, lambda x: x >= 0, "a number of at least 0")
     _require_integer("rank_interval", rank_interval, 1)
     _require_integer("power_iterations", power_iterations, 1)
@@ -184,7 +186,7 @@ def scale_by_adapprox(
         return _LeafState(
             q=jnp.zeros((*batch, rows, capacity), factor_dtype or dtype),
             u=jnp.zeros((*batch, columns, capacity), factor_dtype or dtype),
-            rank=jnp.full(batch, min(initial_rank, capacity), jnp.int32),
+            rank=jnp.full(batch, min(initial_rank or capacity, capacity), jnp.int32),
             error=jnp.zeros(batch, jnp.float32),
             drift=jnp.zeros(batch, jnp.float32),
             nu=jnp.zeros([], dtype),
