@@ -26,7 +26,7 @@ def guided_ema(
     *,
     cosine_guidance: bool = False,
     eps: jax.typing.ArrayLike = 1e-8,
-    max_scale: jax.typing.ArrayLike = 3.0,
+    max_scale: jax.typing.ArrayLike = 10.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:

@@ -41,8 +41,8 @@ def adapprox(
     mask: Any = None,
     *,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
-    cosine_guidance: bool = False,
-    guidance_max_scale: jax.typing.ArrayLike = 3.0,
+    cosine_guidance: bool | None = None,
+    guidance_max_scale: jax.typing.ArrayLike = 10.0,
     bias_correction: bool = False,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     **second_moment: Any,
@@ -64,8 +64,8 @@ def adapprox(
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
         for no clipping, which needs `bias_correction`.
-      cosine_guidance: Scale the average up where the update agrees with it. It acts mostly as a
-        higher learning rate.
+      cosine_guidance: Scale the average up where the update agrees with it; None: where b1 is not
+        0. With it the best learning rate is lower.
       guidance_max_scale: The largest such factor, at least 1.
       bias_correction: Divide the second moment by 1 - b2^t.
       weight_dimension_numbers: `MatrixDimensionNumbers` of leaves that are not plain matrices.
@@ -94,14 +94,20 @@ def adapprox(
     allowed = "a number or a schedule"
     require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    allowed = "a number of at least 1"
+    require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
     if clipping_threshold is None and not bias_correction:
         raise ValueError(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
             " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
         )
-    if isinstance(b1, int | float) and b1 == 0:
+    has_average = not (isinstance(b1, int | float) and b1 == 0)
+    if cosine_guidance is None:
+        cosine_guidance = has_average
+    if not has_average:
         if cosine_guidance:
-            raise ValueError("b1 is 0; allowed: a number in (0, 1) where cosine_guidance is on.")
+            allowed = "a number in (0, 1) where cosine_guidance is on"
+            raise ValueError(f"b1 is {b1!r}; allowed: {allowed}.")
         average = optax.identity()
     else:
         average = guided_ema(

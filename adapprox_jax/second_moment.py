@@ -137,25 +137,20 @@ def scale_by_adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
-    require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
-    if initial_rank is not None:
-        _require_integer("initial_rank", initial_rank, 1)
-    if isinstance(max_rank, float):
-        require("max_rank", max_rank, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
-    else:
-        _require_integer("max_rank", max_rank, 1)
-        least = 1 if initial_rank is None else initial_rank
-        allowed = f"an integer of at least initial_rank = {initial_rank}"
-        require("max_rank", max_rank, lambda x: x >= least, allowed)
-    require("error_threshold", error_threshold, lambda x: x >= 0, "a number of at least 0")
-    _require_integer("rank_interval", rank_interval, 1)
-    _require_integer("power_iterations", power_iterations, 1)
-    _require_integer("oversampling", oversampling, 0)
-    _require_integer("min_dim_size_to_factor", min_dim_size_to_factor, 1)
-    require_choice("approximate", approximate, APPROXIMATIONS)
-    require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
+    _check(
+        b2=b2,
+        eps=eps,
+        eps_root=eps_root,
+        initial_rank=initial_rank,
+        max_rank=max_rank,
+        error_threshold=error_threshold,
+        rank_interval=rank_interval,
+        power_iterations=power_iterations,
+        oversampling=oversampling,
+        approximate=approximate,
+        orthogonalization=orthogonalization,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+    )
     first_key = jax.random.key(key) if isinstance(key, int) else key
     is_typed = jnp.issubdtype(first_key.dtype, jax.dtypes.prng_key)
     key_impl = jax.random.key_impl(first_key) if is_typed else None
@@ -172,32 +167,20 @@ def scale_by_adapprox(
         orthogonalization=orthogonalization,
     )
 
-    def init_leaf(leaf: jax.Array, numbers: MatrixDimensionNumbers | None) -> _LeafState:
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-        view = matrix_view(leaf.shape, numbers)
-        batch, rows, columns = view_shape(leaf.shape, view)
-        capacity = resolve_capacity(max_rank, rows, columns)
-        large_enough = min(rows, columns) >= min_dim_size_to_factor
-        saves = (rows + columns) * capacity < rows * columns
-        if not (view.is_matrix and large_enough and saves):
-            zero = jnp.zeros([], jnp.float32)
-            no_rank = jnp.zeros([], jnp.int32)
-            return _LeafState(zero, zero, no_rank, zero, zero, jnp.zeros(leaf.shape, dtype))
-        return _LeafState(
-            q=jnp.zeros((*batch, rows, capacity), factor_dtype or dtype),
-            u=jnp.zeros((*batch, columns, capacity), factor_dtype or dtype),
-            rank=jnp.full(batch, min(initial_rank or capacity, capacity), jnp.int32),
-            error=jnp.zeros(batch, jnp.float32),
-            drift=jnp.zeros(batch, jnp.float32),
-            nu=jnp.zeros([], dtype),
-        )
+    start = partial(
+        init_leaf,
+        initial_rank=initial_rank,
+        max_rank=max_rank,
+        min_dim_size_to_factor=min_dim_size_to_factor,
+        factor_dtype=factor_dtype,
+    )
 
     def init(params: optax.Params) -> ScaleByAdapproxState:
         numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-        leaf_states = jax.tree.map(init_leaf, params, numbers)
+        leaf_states = jax.tree.map(start, params, numbers)
         return ScaleByAdapproxState(
             jnp.zeros([], jnp.int32),
-            jax.random.key_data(first_key) if is_typed else first_key,
+            jnp.array(jax.random.key_data(first_key)),  # a copy, as the state may be donated
             *_as_trees(params, leaf_states),
         )
 
@@ -213,6 +196,15 @@ def scale_by_adapprox(
             eps_root=eps_root,
             correction=1 - b2**count if bias_correction else 1.0,
         )
+        step_matrix = partial(
+            update_matrix,
+            step=count,
+            key=key,
+            b2=b2,
+            approximate=approximate,
+            precondition=precondition,
+            factorize=factorize,
+        )
 
         def update_leaf(
             leaf: jax.Array, numbers: MatrixDimensionNumbers | None, *fields: jax.Array
@@ -221,23 +213,12 @@ def scale_by_adapprox(
             grad = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
             if old.q.ndim == 0:
                 nu = average(old.nu, grad, b2)
-                return precondition(grad, nu).astype(leaf.dtype), old._replace(nu=nu)
+                new = old._replace(nu=nu.astype(old.nu.dtype))
+                return precondition(grad, nu).astype(leaf.dtype), new
             view = matrix_view(leaf.shape, numbers)
             batch, _, _ = view_shape(leaf.shape, view)
-            one_matrix = partial(
-                update_matrix,
-                step=count,
-                key=key,
-                b2=b2,
-                approximate=approximate,
-                precondition=precondition,
-                factorize=partial(factorize, factor_dtype=old.q.dtype),
-            )
-            scaled, factors, drift = map_matrices(
-                lambda operands: one_matrix(*operands),
-                (to_matrices(grad, view), old.q, old.u, old.rank, old.drift),
-                batch,
-            )
+            operands = (to_matrices(grad, view), old.q, old.u, old.rank, old.drift)
+            scaled, factors, drift = map_matrices(lambda one: step_matrix(*one), operands, batch)
             scaled = from_matrices(scaled, view, leaf.shape).astype(leaf.dtype)
             return scaled, _LeafState(**factors._asdict(), drift=drift, nu=old.nu)
 
@@ -249,6 +230,49 @@ def scale_by_adapprox(
         return scaled, ScaleByAdapproxState(count, state.key, *_as_trees(updates, leaf_states))
 
     return optax.GradientTransformation(init, update)
+
+
+def init_leaf(
+    leaf: jax.Array,
+    numbers: MatrixDimensionNumbers | None,
+    *,
+    initial_rank: int | None,
+    max_rank: int | float,
+    min_dim_size_to_factor: int,
+    factor_dtype: jax.typing.DTypeLike | None,
+) -> _LeafState:
+    """The state of one leaf before the first step: factored where that is asked for and saves.
+
+    Args:
+      leaf: The parameter, or anything with its shape and dtype.
+      numbers: Which of its axes form a matrix; None for the default view.
+      initial_rank: As in `scale_by_adapprox`, like the rest.
+      max_rank: Width of the buffers.
+      min_dim_size_to_factor: Fewest rows and columns of a factored leaf.
+      factor_dtype: Type of the factors.
+
+    Returns:
+      Zeros of the shapes that `ScaleByAdapproxState` names, no two of them one array.
+    """
+    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    view = matrix_view(leaf.shape, numbers)
+    batch, rows, columns = view_shape(leaf.shape, view)
+    capacity = resolve_capacity(max_rank, rows, columns)
+    saves = (rows + columns) * capacity < rows * columns
+    if view.is_matrix and min(rows, columns) >= min_dim_size_to_factor and saves:
+        q_shape, u_shape = (*batch, rows, capacity), (*batch, columns, capacity)
+        nu_shape: tuple[int, ...] = ()
+        rank = capacity if initial_rank is None else min(initial_rank, capacity)
+    else:
+        q_shape, u_shape, nu_shape, batch, rank = (), (), leaf.shape, (), 0
+    return _LeafState(
+        q=jnp.zeros(q_shape, factor_dtype or dtype),
+        u=jnp.zeros(u_shape, factor_dtype or dtype),
+        rank=jnp.full(batch, rank, jnp.int32),
+        error=jnp.zeros(batch, jnp.float32),
+        drift=jnp.zeros(batch, jnp.float32),
+        nu=jnp.zeros(nu_shape, dtype),
+    )
 
 
 def update_matrix(
@@ -278,7 +302,7 @@ def update_matrix(
       b2: Decay.
       approximate: What q @ u.T stands for.
       precondition: From (G, V) to the scaled gradient.
-      factorize: `adaptive_srsi` with its settings bound.
+      factorize: `adaptive_srsi` with its settings bound, but for the type of the factors.
 
     Returns:
       The scaled gradient (m, n), the new factors, the new drift.
@@ -286,7 +310,7 @@ def update_matrix(
     previous = reconstruct(q.astype(grad.dtype), u.astype(grad.dtype), approximate)
     second_moment = average(previous, grad, b2)
     target = jnp.sqrt(second_moment) if approximate == "root" else second_moment
-    factors = factorize(target, u, rank, step, key)
+    factors = factorize(target, u, rank, step, key, factor_dtype=q.dtype)
     drift = accumulate_drift(drift, factors.error, target, b2, approximate)
     return precondition(grad, second_moment), factors, drift
 
@@ -341,6 +365,43 @@ def _as_trees(like: Any, leaf_states: Any) -> list[Any]:
         jax.tree.map(lambda _, leaf, name=name: getattr(leaf, name), like, leaf_states)
         for name in _LeafState._fields
     ]
+
+
+def _check(
+    *,
+    b2: Any,
+    eps: Any,
+    eps_root: Any,
+    initial_rank: Any,
+    max_rank: Any,
+    error_threshold: Any,
+    rank_interval: Any,
+    power_iterations: Any,
+    oversampling: Any,
+    approximate: Any,
+    orthogonalization: Any,
+    min_dim_size_to_factor: Any,
+) -> None:
+    """Raises ValueError for the first argument of `scale_by_adapprox` that is out of range."""
+    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
+    if initial_rank is not None:
+        _require_integer("initial_rank", initial_rank, 1)
+    if isinstance(max_rank, float):
+        require("max_rank", max_rank, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
+    else:
+        _require_integer("max_rank", max_rank, 1)
+        least = 1 if initial_rank is None else initial_rank
+        allowed = f"an integer of at least initial_rank = {initial_rank}"
+        require("max_rank", max_rank, lambda x: x >= least, allowed)
+    require("error_threshold", error_threshold, lambda x: x >= 0, "a number of at least 0")
+    _require_integer("rank_interval", rank_interval, 1)
+    _require_integer("power_iterations", power_iterations, 1)
+    _require_integer("oversampling", oversampling, 0)
+    _require_integer("min_dim_size_to_factor", min_dim_size_to_factor, 1)
+    require_choice("approximate", approximate, APPROXIMATIONS)
+    require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
 
 
 def _require_integer(name: str, value: Any, least: int) -> None:

@@ -13,12 +13,12 @@ import pytest
 import adapprox_jax
 
 PARAMS = {"kernel": np.ones((24, 40), np.float32), "bias": np.ones(40, np.float32)}
-FACTORED = dict(min_dim_size_to_factor=1, max_rank=6, error_threshold=0.1)
+FACTORED = dict(min_dim_size_to_factor=1, initial_rank=1, max_rank=6, error_threshold=0.1)
 
 
 def gradients(steps, seed=0):
     rng = np.random.default_rng(seed)
-    sizes = np.exp(rng.normal(size=(24, 40)))
+    sizes = np.exp(rng.normal(size=(24, 1)) + rng.normal(size=(1, 40)))
     return [
         {
             "kernel": jnp.asarray(rng.normal(size=(24, 40)) * sizes * 10 ** rng.normal()),
@@ -60,7 +60,7 @@ def test_stands_where_adamw_stood():
 
 @pytest.mark.parametrize("settings", [FACTORED, adapprox_jax.PAPER], ids=["factored", "paper"])
 def test_one_compilation_serves_a_run_in_which_ranks_change(settings):
-    settings = {**settings, "error_threshold": 0.1}
+    settings = {**settings, "error_threshold": 0.3}
     tx = adapprox_jax.adapprox(optax.linear_schedule(1e-2, 1e-3, 30), **settings)
     chex.clear_trace_counter()
     update = jax.jit(chex.assert_max_traces(tx.update, 1))
@@ -84,6 +84,14 @@ def test_lowers_for(platform, orthogonalization):
     state = jax.eval_shape(tx.init, PARAMS)
     exported = jax.export.export(jax.jit(tx.update), platforms=[platform])(PARAMS, state, PARAMS)
     assert exported.platforms == (platform,)
+
+
+def test_the_state_may_be_donated_and_made_again():
+    tx = adapprox_jax.adapprox(1e-2, key=jax.random.PRNGKey(0), **FACTORED)
+    update = jax.jit(tx.update, donate_argnums=1)
+    for _ in range(2):
+        _, state = update(gradients(1)[0], tx.init(PARAMS), PARAMS)
+        update(gradients(1)[0], state, PARAMS)
 
 
 def test_without_momentum_no_first_moment_is_kept():
@@ -123,10 +131,13 @@ def test_weight_decay_is_decoupled_and_masked():
 def test_learning_rate_may_be_a_schedule():
     schedule = optax.piecewise_constant_schedule(1.0, {1: 0.1})
     grads = gradients(2)
-    scheduled, plain = (adapprox_jax.adapprox(x, **FACTORED) for x in (schedule, 1.0))
+    scheduled, plain = (
+        adapprox_jax.adapprox(x, weight_decay=0.0, **FACTORED) for x in (schedule, 1.0)
+    )
     states = scheduled.init(PARAMS), plain.init(PARAMS)
     for grad, factor in zip(grads, (1.0, 0.1), strict=True):
-        first, second = scheduled.update(grad, states[0]), plain.update(grad, states[1])
+        first = scheduled.update(grad, states[0], PARAMS)
+        second = plain.update(grad, states[1], PARAMS)
         states = first[1], second[1]
         np.testing.assert_allclose(first[0]["kernel"], factor * second[0]["kernel"], rtol=1e-5)
 
@@ -181,6 +192,20 @@ BAD = [
 def test_bad_hyperparameters_are_named_when_the_optimizer_is_made(keywords, message):
     with pytest.raises(ValueError, match=message):
         adapprox_jax.adapprox(**{"learning_rate": 1e-3, **keywords})
+
+
+def test_guidance_is_on_where_there_is_an_average():
+    """The first update is parallel to the average, so that its factor is the cap."""
+    grads, keywords = gradients(1)[0], dict(weight_decay=0.0, guidance_max_scale=4.0, **FACTORED)
+    plain, guided, default = (
+        adapprox_jax.adapprox(1.0, cosine_guidance=guidance, **keywords)
+        for guidance in (False, True, None)
+    )
+    plain, guided, default = (
+        tx.update(grads, tx.init(PARAMS), PARAMS)[0]["kernel"] for tx in (plain, guided, default)
+    )
+    np.testing.assert_allclose(guided, 4 * plain, rtol=1e-4)
+    np.testing.assert_array_equal(default, guided)
 
 
 def test_unknown_keywords_are_an_error():

@@ -28,7 +28,7 @@ class GPTConfig:
 
 # The two larger rows are the paper's Table 1; GPT-2's 50257 tokens are padded to a multiple of 128.
 CONFIGS = {
-    "tiny": GPTConfig(layers=4, width=128, heads=4, context=128, vocabulary=2048),
+    "tiny": GPTConfig(layers=4, width=128, heads=4, context=128, vocabulary=512),
     "117M": GPTConfig(layers=12, width=768, heads=12, context=1024, vocabulary=50304),
     "345M": GPTConfig(layers=24, width=1024, heads=16, context=1024, vocabulary=50304),
 }
