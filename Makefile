@@ -1,44 +1,50 @@
 # Two commands: `make train` and `make test`. Both set up what they need in .venv.
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+# A Python counts where it runs and can make an environment: version managers leave names that do not.
+find_python = $(shell for python in $(1); do \
+	$$python -c 'import ensurepip, venv' >/dev/null 2>&1 && echo $$python && break; done)
+
+ifndef PYTHON
+PYTHON := $(call find_python,python3.11 python3)
+endif
 VENV := .venv
-INSTALLED := $(VENV)/installed
-# A second Python with a newer JAX: the library's own tests run there too. Empty where there is none.
-PYTHON312 ?= $(shell for python in "python3.12" "env PYENV_VERSION=3.12.1 python3.12"; do \
-	$$python -c '' 2>/dev/null && echo $$python && break; done)
 VENV312 := .venv312
-PYTEST := python -m pytest -n 2 --dist worksteal -q
+PYTEST_FLAGS := -n 2 --dist worksteal -q
 
 .PHONY: train test test-all test-312 lint
 
-train: $(INSTALLED)
+train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
 
 test: lint
-	$(VENV)/bin/$(PYTEST) -m "not slow"
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow"
 
 test-all: lint
-	$(VENV)/bin/$(PYTEST)
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
 
-lint: $(INSTALLED)
+lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-ifeq ($(strip $(PYTHON312)),)
+# The library's own tests on Python 3.12, where pip finds a newer JAX.
 test-312:
-	@echo "skipped: there is no Python 3.12 here, so the library was not tested on its JAX"
-else
-test-312: $(VENV312)/installed
-	$(VENV312)/bin/$(PYTEST) -m "not slow" --ignore tests/examples
+	@if test -x $(VENV312)/bin/python || $(PYTHON312) -c 'import ensurepip, venv' 2>/dev/null; then \
+		$(MAKE) $(VENV312)/installed && $(VENV312)/bin/python -m pytest $(PYTEST_FLAGS) \
+			-m "not slow" --ignore tests/examples; \
+	else \
+		echo "skipped: no Python 3.12 here, so the library was not tested on its newer JAX"; \
+	fi
+
+# PYENV_VERSION matters only where pyenv has Python 3.12 without having it selected.
+PYTHON312 ?= env PYENV_VERSION=3.12.1 python3.12
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q -e '.[test,dev]'
+	touch $@
 
 $(VENV312)/installed: pyproject.toml
 	$(PYTHON312) -m venv $(VENV312)
-	$(VENV312)/bin/pip install -q -e . pytest pytest-xdist chex hypothesis
-	touch $@
-endif
-
-$(INSTALLED): pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install -q -e '.[test,dev]'
+	$(VENV312)/bin/pip install -q -e '.[test-library]'
 	touch $@

@@ -40,7 +40,7 @@ def clip_by_matrix_rms(
 
     Source: paper, Algorithm 3, the line with RMS(M_t) / d.
     """
-    require("clipping_threshold", threshold, lambda x: x > 0, "a number above 0, or None")
+    require("threshold", threshold, lambda x: x > 0, "a number above 0")
 
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.validation import require, require_choice
+from adapprox_jax.validation import require, require_choice, require_integer
 
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ORTHOGONALIZATIONS = ("qr", "cholesky")
@@ -69,8 +69,8 @@ def srsi(
     require("matrix.ndim", jnp.ndim(matrix), lambda d: d == 2, "2, a matrix (m, n)")
     limit = min(matrix.shape)
     require("rank", rank, lambda k: 1 <= k <= limit, f"an integer from 1 to min(m, n) = {limit}")
-    require("power_iterations", power_iterations, lambda x: x >= 1, "an integer of at least 1")
-    require("oversampling", oversampling, lambda x: x >= 0, "an integer of at least 0")
+    require_integer("power_iterations", power_iterations, 1)
+    require_integer("oversampling", oversampling, 0)
     require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
@@ -82,18 +82,21 @@ def srsi(
 
 
 def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Divides by the largest magnitude, so that squared norms neither overflow nor vanish.
+    """Divides by a power of two, so that squared norms neither overflow nor vanish.
 
     Args:
       matrix: (m, n), real.
 
     Returns:
-      The matrix in float32 or wider with largest magnitude 1, and the scalar it was divided by
-      (1 for a zero matrix).
+      The matrix in float32 or wider with its largest magnitude in [1, 2), and the scalar it was
+      divided by (1 for a zero matrix). A power of two: to undo it rounds nothing.
     """
     matrix = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(matrix), initial=0)
-    scale = jnp.where(largest == 0, 1, largest)
+    _, exponent = jnp.frexp(largest)
+    scale = jnp.ldexp(jnp.ones_like(largest), exponent - 1)
+    smallest_normal = float(np.finfo(matrix.dtype).tiny)
+    scale = jnp.where(largest == 0, 1, jnp.maximum(scale, smallest_normal))
     return matrix / scale, scale
 
 
@@ -164,7 +167,7 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
             factor, basis, left_side=False, lower=True, transpose_a=True
         )
     deviation = jnp.max(jnp.abs(matmul(basis.T, basis) - eye))
-    return jax.lax.cond(deviation < 1e-6, lambda: basis, lambda: orthonormalize_qr(matrix))
+    return jax.lax.cond(deviation < 10 * epsilon, lambda: basis, lambda: orthonormalize_qr(matrix))
 
 
 _ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -68,6 +68,8 @@ def matrix_view(
     else:
         rows, columns = (_axes(side, shape) for side in dimension_numbers)
         named = rows + columns
+        if not named:
+            raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
         if len(set(named)) != len(named):
             raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
     if _size(shape, rows) > _size(shape, columns):

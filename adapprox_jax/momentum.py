@@ -123,8 +123,9 @@ def guidance_scale(
         x = x / _nonzero(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
         return x / _nonzero(jnp.sqrt(jnp.sum(x**2, axis=axes, keepdims=True)))
 
-    cosine = jnp.clip(jnp.sum(unit(update) * unit(average), axis=axes, keepdims=True), -1, 1)
-    scale = jnp.minimum(1 / jnp.maximum(1 - cosine + eps, 1 / max_scale), max_scale)
+    cosine = jnp.sum(unit(update) * unit(average), axis=axes, keepdims=True)
+    # The bound also covers cosines that rounding takes past 1.
+    scale = 1 / jnp.maximum(1 - cosine + eps, 1 / max_scale)
     idle = ~jnp.any(update != 0, axis=axes, keepdims=True)
     return jnp.where(idle | ~jnp.any(average != 0, axis=axes, keepdims=True), 1, scale)
 

@@ -7,11 +7,12 @@ import numpy as np
 import optax
 
 from adapprox_jax.clipping import clip_by_matrix_rms
+from adapprox_jax.low_rank import Orthogonalization
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
-from adapprox_jax.rank import sigmoid_growth
-from adapprox_jax.second_moment import scale_by_adapprox
-from adapprox_jax.validation import require
+from adapprox_jax.rank import RankGrowth, sigmoid_growth
+from adapprox_jax.second_moment import Approximate, scale_by_adapprox
+from adapprox_jax.validation import is_zero, require
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed.
 PAPER: dict[str, Any] = {
@@ -44,8 +45,21 @@ def adapprox(
     cosine_guidance: bool | None = None,
     guidance_max_scale: jax.typing.ArrayLike = 10.0,
     bias_correction: bool = False,
+    initial_rank: int | None = None,
+    max_rank: int | float = 8,
+    error_threshold: float = 0.01,
+    rank_interval: int = 10,
+    rank_growth: RankGrowth | None = None,
+    power_iterations: int = 1,
+    oversampling: int = 5,
+    rotate: bool = True,
+    warm_start: bool = True,
+    approximate: Approximate = "root",
+    orthogonalization: Orthogonalization = "qr",
+    min_dim_size_to_factor: int = 128,
     weight_dimension_numbers: WeightDimensionNumbers = None,
-    **second_moment: Any,
+    factor_dtype: jax.typing.DTypeLike | None = None,
+    key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with a low-rank second moment: stands where `optax.adamw` stood.
 
@@ -68,14 +82,27 @@ def adapprox(
         0. With it the best learning rate is lower.
       guidance_max_scale: The largest such factor, at least 1.
       bias_correction: Divide the second moment by 1 - b2^t.
+      initial_rank: k_init; None for a fixed rank. This and what follows is explained at
+        `scale_by_adapprox`; `**PAPER` gives the paper's values.
+      max_rank: k_max, an int or a fraction of min(m, n).
+      error_threshold: The rank grows while the relative error is above it.
+      rank_interval: Steps between choices of the rank.
+      rank_growth: From the error to the columns to add; None for `sigmoid_growth()`.
+      power_iterations: l, passes of the subspace iteration.
+      oversampling: p, columns worked on beyond the rank.
+      rotate: Keep the best of the columns worked on.
+      warm_start: Start from the last factors.
+      approximate: "moment" or "root": what is factored.
+      orthogonalization: "qr" or "cholesky".
+      min_dim_size_to_factor: Leaves with fewer rows or columns stay dense.
       weight_dimension_numbers: `MatrixDimensionNumbers` of leaves that are not plain matrices.
-      **second_moment: Further keywords of `scale_by_adapprox`: initial_rank, max_rank,
-        error_threshold, rank_interval, rank_growth, power_iterations, oversampling, rotate,
-        warm_start, approximate, orthogonalization, min_dim_size_to_factor, factor_dtype, key.
-        `**PAPER` gives the paper's.
+      factor_dtype: Type of the factors.
+      key: Seed or JAX random key of the Gaussian starts.
 
     Returns:
-      An `optax.GradientTransformation`.
+      An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
+      shapes or code must be static: `static_args=("initial_rank", "max_rank", "rank_interval",
+      "power_iterations", "oversampling", "min_dim_size_to_factor", "key")`.
 
     Raises:
       ValueError: an argument is out of range, or neither clipping nor bias correction is on.
@@ -91,9 +118,13 @@ def adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    allowed = "a number or a schedule"
-    require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
+    if not callable(learning_rate):
+        allowed = "a number or a schedule"
+        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    if clipping_threshold is not None:
+        allowed = "a number above 0, or None"
+        require("clipping_threshold", clipping_threshold, lambda x: x > 0, allowed)
     allowed = "a number of at least 1"
     require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
     if clipping_threshold is None and not bias_correction:
@@ -101,7 +132,7 @@ def adapprox(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
             " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
         )
-    has_average = not (isinstance(b1, int | float) and b1 == 0)
+    has_average = not is_zero(b1)
     if cosine_guidance is None:
         cosine_guidance = has_average
     if not has_average:
@@ -129,8 +160,21 @@ def adapprox(
             eps,
             eps_root=eps_root,
             bias_correction=bias_correction,
+            initial_rank=initial_rank,
+            max_rank=max_rank,
+            error_threshold=error_threshold,
+            rank_interval=rank_interval,
+            rank_growth=rank_growth,
+            power_iterations=power_iterations,
+            oversampling=oversampling,
+            rotate=rotate,
+            warm_start=warm_start,
+            approximate=approximate,
+            orthogonalization=orthogonalization,
+            min_dim_size_to_factor=min_dim_size_to_factor,
             weight_dimension_numbers=weight_dimension_numbers,
-            **second_moment,
+            factor_dtype=factor_dtype,
+            key=key,
         ),
         clip,
         average,

@@ -162,7 +162,7 @@ def adaptive_srsi(
         )
     else:
         factors = truncated(jnp.asarray(capacity, jnp.int32))
-    return factors._replace(u=(factors.u * scale).astype(factor_dtype))
+    return factors._replace(u=(factors.u * scale).astype(factor_dtype))  # exact: a power of two
 
 
 def _warm(start: jax.Array, previous_u: jax.Array) -> jax.Array:

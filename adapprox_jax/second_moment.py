@@ -5,12 +5,14 @@ with the squared gradient -> factors -> quotient -> leaf. Each arrow is a functi
 `scale_by_adapprox` applies them to the leaves of a tree.
 """
 
+import numbers
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from adapprox_jax.low_rank import ORTHOGONALIZATIONS, Orthogonalization, frobenius_norm, matmul
@@ -31,10 +33,11 @@ from adapprox_jax.rank import (
     resolve_capacity,
     sigmoid_growth,
 )
-from adapprox_jax.validation import require, require_choice
+from adapprox_jax.validation import require, require_choice, require_integer
 
 Approximate: TypeAlias = Literal["moment", "root"]
 APPROXIMATIONS = ("moment", "root")
+FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
 Factorize: TypeAlias = Callable[..., Factors]
 
 
@@ -117,7 +120,8 @@ def scale_by_adapprox(
       min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense.
       weight_dimension_numbers: `MatrixDimensionNumbers` for some or all leaves: a tree that is a
         prefix of the parameters' (None: the default view), or a function from parameters to it.
-      factor_dtype: Type of q and u; None for float32, or float64 for float64 parameters.
+      factor_dtype: Type of q and u: bfloat16, float32 or float64; None for float32, or float64 for
+        float64 parameters.
       key: An int seed or a JAX random key for the Gaussian starts. The same starts serve every
         leaf, so that an update does not depend on the order or the stacking of leaves.
 
@@ -150,10 +154,10 @@ def scale_by_adapprox(
         approximate=approximate,
         orthogonalization=orthogonalization,
         min_dim_size_to_factor=min_dim_size_to_factor,
+        rank_growth=rank_growth,
+        factor_dtype=factor_dtype,
     )
-    first_key = jax.random.key(key) if isinstance(key, int) else key
-    is_typed = jnp.issubdtype(first_key.dtype, jax.dtypes.prng_key)
-    key_impl = jax.random.key_impl(first_key) if is_typed else None
+    seed_or_key, key_impl = _check_key(key)
     factorize = partial(
         adaptive_srsi,
         initial_rank=initial_rank,
@@ -180,7 +184,7 @@ def scale_by_adapprox(
         leaf_states = jax.tree.map(start, params, numbers)
         return ScaleByAdapproxState(
             jnp.zeros([], jnp.int32),
-            jnp.array(jax.random.key_data(first_key)),  # a copy, as the state may be donated
+            _key_data(seed_or_key),
             *_as_trees(params, leaf_states),
         )
 
@@ -316,10 +320,10 @@ def update_matrix(
 
 
 def reconstruct(q: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
-    """The second moment (m, n) that the factors stand for, without entries below zero.
+    """The second moment (m, n) that the factors stand for, with the product cut off at zero.
 
-    A low-rank approximation of a positive matrix has negative entries from rank 2 on; averaged as
-    they are they would make the root NaN or the update g / eps (docs/algorithm.md, 3).
+    A low-rank approximation of a positive matrix has negative entries from rank 2 on
+    (docs/algorithm.md, 3).
     """
     product = jnp.maximum(matmul(q, u.T), 0)
     return product**2 if approximate == "root" else product
@@ -381,29 +385,46 @@ def _check(
     approximate: Any,
     orthogonalization: Any,
     min_dim_size_to_factor: Any,
+    rank_growth: Any,
+    factor_dtype: Any,
 ) -> None:
     """Raises ValueError for the first argument of `scale_by_adapprox` that is out of range."""
     require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
     if initial_rank is not None:
-        _require_integer("initial_rank", initial_rank, 1)
+        require_integer("initial_rank", initial_rank, 1)
     if isinstance(max_rank, float):
         require("max_rank", max_rank, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
     else:
-        _require_integer("max_rank", max_rank, 1)
-        least = 1 if initial_rank is None else initial_rank
-        allowed = f"an integer of at least initial_rank = {initial_rank}"
-        require("max_rank", max_rank, lambda x: x >= least, allowed)
+        require_integer("max_rank", max_rank, 1)
+        if initial_rank is not None:
+            allowed = f"an integer of at least initial_rank = {initial_rank}"
+            require("max_rank", max_rank, lambda x: x >= initial_rank, allowed)
     require("error_threshold", error_threshold, lambda x: x >= 0, "a number of at least 0")
-    _require_integer("rank_interval", rank_interval, 1)
-    _require_integer("power_iterations", power_iterations, 1)
-    _require_integer("oversampling", oversampling, 0)
-    _require_integer("min_dim_size_to_factor", min_dim_size_to_factor, 1)
+    require_integer("rank_interval", rank_interval, 1)
+    require_integer("power_iterations", power_iterations, 1)
+    require_integer("oversampling", oversampling, 0)
+    require_integer("min_dim_size_to_factor", min_dim_size_to_factor, 1)
     require_choice("approximate", approximate, APPROXIMATIONS)
     require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
+    if not (rank_growth is None or callable(rank_growth)):
+        raise ValueError(f"rank_growth is {rank_growth!r}; allowed: a function, or None.")
+    if factor_dtype is not None:
+        require_choice("factor_dtype", jnp.dtype(factor_dtype).name, FACTOR_DTYPES)
 
 
-def _require_integer(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value!r}; allowed: an integer of at least {least}.")
+def _check_key(key: Any) -> tuple[int | jax.Array, Any]:
+    """The seed or key, and the implementation of a typed key. Makes no array: no device yet."""
+    if isinstance(key, numbers.Integral) and not isinstance(key, bool):
+        return int(key), None
+    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        return key, jax.random.key_impl(key)
+    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32:
+        return jnp.asarray(key), None
+    raise ValueError(f"key is {key!r}; allowed: an integer seed or a JAX random key.")
+
+
+def _key_data(key: int | jax.Array) -> jax.Array:
+    """The data of a seed's or a key's random key, in an array of its own: states are donated."""
+    return jnp.array(jax.random.key_data(jax.random.key(key) if isinstance(key, int) else key))

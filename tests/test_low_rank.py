@@ -132,6 +132,27 @@ def test_relative_error_is_true_down_to_1e_4(rank):
         np.testing.assert_allclose(low_rank.relative_error(unit, q, u), true, rtol=0.01)
 
 
+def test_normalization_is_exact_and_of_any_scale():
+    for scale in (1e-38, 1e-20, 1.0, 3e38):
+        matrix = jnp.asarray(np.random.default_rng(0).uniform(size=(3, 4)) * scale, jnp.float32)
+        unit, by = low_rank.normalize(matrix)
+        assert 0.5 <= float(jnp.max(unit)) < 2
+        np.testing.assert_array_equal(unit * by, matrix)
+    unit, by = low_rank.normalize(jnp.zeros((3, 4)))
+    assert float(by) == 1
+    assert not np.any(unit)
+
+
+def test_cholesky_falls_back_to_householder_only_where_it_must(monkeypatch):
+    monkeypatch.setattr(low_rank, "orthonormalize_qr", lambda matrix: matrix * jnp.nan)
+    good = jax.random.normal(jax.random.key(0), (40, 12)) * 10.0 ** jnp.linspace(0, -8, 12)
+    basis = low_rank.orthonormalize_cholesky(good)
+    assert orthonormality(basis) <= 1e-5
+    np.testing.assert_allclose(basis @ (basis.T @ good), good, atol=1e-5)
+    singular = good.at[:, 5].set(good[:, 4])
+    assert np.all(np.isnan(low_rank.orthonormalize_cholesky(singular)))
+
+
 def test_frobenius_norm_of_any_scale():
     for scale in (1e-30, 1.0, 1e30):
         matrix = jnp.full((3, 4), scale)

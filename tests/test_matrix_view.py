@@ -59,6 +59,8 @@ def test_stacked_biases_are_vectors_each():
 def test_bad_axes_are_named():
     with pytest.raises(ValueError, match="names axis 2; a leaf of shape"):
         matrix_view((3, 4), MatrixDimensionNumbers(0, 2))
+    with pytest.raises(ValueError, match="names no axis"):
+        matrix_view((3, 4), MatrixDimensionNumbers((), ()))
     with pytest.raises(ValueError, match="names an axis twice"):
         matrix_view((3, 4), MatrixDimensionNumbers(0, -2))
 

@@ -60,6 +60,11 @@ def test_clip_works_on_each_matrix_of_a_stack():
     np.testing.assert_allclose(clipped[1], stack[1])
 
 
+def test_bad_clip_is_named():
+    with pytest.raises(ValueError, match="threshold is None; allowed: a number above 0"):
+        adapprox_jax.clip_by_matrix_rms(None)
+
+
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [

@@ -46,6 +46,16 @@ def test_positions_and_defaults_are_those_of_adamw():
     assert all(ours[name].default == theirs[name].default for name in shared)
 
 
+def test_defaults_are_those_of_the_parts():
+    ours = inspect.signature(adapprox_jax.adapprox).parameters
+    theirs = inspect.signature(adapprox_jax.scale_by_adapprox).parameters
+    assert {name: ours[name].default for name in theirs} == {
+        name: p.default for name, p in theirs.items()
+    }
+    average = inspect.signature(adapprox_jax.guided_ema).parameters
+    assert ours["guidance_max_scale"].default == average["max_scale"].default
+
+
 def test_stands_where_adamw_stood():
     """On leaves that stay dense, with Adam's correction and no clip, it is Adam with the average
     taken after the division; with b1 = 0 the two are the same."""
@@ -142,6 +152,43 @@ def test_learning_rate_may_be_a_schedule():
         np.testing.assert_allclose(first[0]["kernel"], factor * second[0]["kernel"], rtol=1e-5)
 
 
+def test_injected_hyperparameters_are_followed():
+    static = ("initial_rank", "max_rank", "rank_interval", "power_iterations", "oversampling")
+    static += ("min_dim_size_to_factor", "key")
+    inject = optax.inject_hyperparams(adapprox_jax.adapprox, static_args=static)
+    injected = inject(1.0, b1=0.8, b2=0.99, weight_decay=0.1, **FACTORED)
+    plain = adapprox_jax.adapprox(0.5, b1=0.8, b2=0.99, weight_decay=0.1, **FACTORED)
+    state = injected.init(PARAMS)
+    state.hyperparams["learning_rate"] = jnp.asarray(0.5)
+    actual, _ = jax.jit(injected.update)(gradients(1)[0], state, PARAMS)
+    expected, _ = jax.jit(plain.update)(gradients(1)[0], plain.init(PARAMS), PARAMS)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4)
+
+
+def test_a_nan_gradient_spoils_its_leaf_alone_and_apply_if_finite_leaves_it_out():
+    grads = gradients(1)[0]
+    bad = {**grads, "kernel": grads["kernel"].at[3, 4].set(jnp.nan)}
+    tx = adapprox_jax.adapprox(1e-2, **FACTORED)
+    updates, state = jax.jit(tx.update)(bad, tx.init(PARAMS), PARAMS)
+    assert np.all(np.isnan(updates["kernel"]))
+    assert np.all(np.isnan(state[0].q["kernel"]))
+    assert np.all(np.isfinite(updates["bias"]))
+    guarded = optax.apply_if_finite(tx, max_consecutive_errors=3)
+    before = guarded.init(PARAMS)
+    updates, after = jax.jit(guarded.update)(bad, before, PARAMS)
+    assert not any(np.any(leaf) for leaf in jax.tree.leaves(updates))
+    chex.assert_trees_all_equal(after.inner_state, before.inner_state)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (5, 0), (1, 1), (1, 9), (9, 1)])
+def test_leaves_of_unusual_shapes_stay_dense(shape):
+    params = jnp.ones(shape)
+    tx = adapprox_jax.adapprox(1e-2, **FACTORED)
+    updates, state = jax.jit(tx.update)(params, tx.init(params), params)
+    assert updates.shape == state[0].nu.shape == shape
+    assert np.all(np.isfinite(updates))
+
+
 def test_keys_as_seeds_raw_and_typed_keys():
     grads = gradients(3)
     keys = (3, jax.random.key(3), jax.random.PRNGKey(3))
@@ -181,6 +228,10 @@ BAD = [
     (dict(orthogonalization="svd"), r"orthogonalization is 'svd'; allowed: 'qr', 'cholesky'"),
     (dict(min_dim_size_to_factor=0), r"min_dim_size_to_factor is 0; allowed"),
     (dict(clipping_threshold=0.0), r"clipping_threshold is 0\.0; allowed: a number above 0"),
+    (dict(eps="small"), r"eps is 'small'; allowed: a number of at least 0"),
+    (dict(rank_growth=5), r"rank_growth is 5; allowed: a function, or None"),
+    (dict(factor_dtype=jnp.float16), r"factor_dtype is 'float16'; allowed: 'bfloat16'"),
+    (dict(key=1.5), r"key is 1\.5; allowed: an integer seed or a JAX random key"),
     (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),
     (dict(guidance_max_scale=0.5), r"guidance_max_scale is 0\.5; allowed"),
     (dict(cosine_guidance=True, b1=0.0), r"b1 is 0\.0; allowed: .* where cosine_guidance is on"),

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from examples.gpt2 import plots
+from examples.gpt2 import plots, records
 from examples.gpt2.config import Config, UsageError, load_data, resolve, settings
 
 
@@ -49,7 +49,7 @@ def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) 
             print(f"-- {name}, peak rate {rate:g}, seed {seed}", flush=True)
             found = {"settings": wanted, "versions": versions(), **_run(run, diverged, one)}
             jax.clear_caches()  # each run compiles its own functions
-            append(out / "results.jsonl", found)
+            records.append(out / "results.jsonl", found)
         return found
 
     summary, curves, used = {}, {}, []
@@ -119,22 +119,13 @@ def grid_table(summary: dict[str, dict[str, Any]]) -> str:
 
 
 def find(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished run with these settings, if the file has one; broken lines are passed over."""
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # a process was ended while it wrote
-        if json.dumps(row["settings"]) == json.dumps(wanted):  # 1 is not 1.0: a rank, a fraction
-            return row
-    return None
+    """The finished run with these settings, if the file has one."""
 
+    def written(used: dict[str, Any]) -> str:
+        return json.dumps(used, sort_keys=True)  # where 1 is not 1.0: a rank, a fraction
 
-def append(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Adds a line in one write, on a line of its own even after a broken one."""
-    broken = path.exists() and not path.read_bytes().endswith(b"\n")
-    with open(path, "a") as file:
-        file.write("\n" * broken + json.dumps(row) + "\n")
+    rows = records.read(path)
+    return next((row for row in rows if written(row["settings"]) == written(wanted)), None)
 
 
 def loss_of(row: dict[str, Any]) -> float:

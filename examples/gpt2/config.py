@@ -28,7 +28,7 @@ class Preset:
 
 # "tiny" ends in minutes on two CPU cores; the two others are the paper's pretraining.
 PRESETS = {
-    "tiny": Preset(16, 400, 20, 2.4e-3, 4e-4, eval_every=50, checkpoint_every=100),
+    "tiny": Preset(16, 400, 20, 1.2e-3, 2e-4, eval_every=50, checkpoint_every=100),
     "117M": Preset(128, 100_000, 1_000, 3e-4, 5e-5, eval_every=1_000, checkpoint_every=1_000),
     "345M": Preset(128, 100_000, 1_000, 3e-4, 3e-5, eval_every=1_000, checkpoint_every=1_000),
 }
@@ -177,6 +177,13 @@ def _check(config: Config) -> None:
         value = getattr(config, name)
         if not value >= 0:
             raise UsageError(f"{_option(name)} is {value}, and must be at least 0")
+    for name in ("b1", "b2"):
+        value = getattr(config.hyper, name)
+        if not 0 <= value < 1:
+            raise UsageError(f"--hyper.{name} is {value}, and must be in [0, 1)")
+    if not config.hyper.weight_decay >= 0:
+        value = config.hyper.weight_decay
+        raise UsageError(f"--hyper.weight-decay is {value}, and must be at least 0")
     for rate in config.learning_rates:
         if not rate > 0:
             raise UsageError(f"--learning-rates has {rate}, and all must be above 0")

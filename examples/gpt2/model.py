@@ -42,7 +42,7 @@ def _linear(
 
 
 class Block(nnx.Module):
-    """Causal self-attention, then the feed-forward layer, each added to its normalised input."""
+    """Causal self-attention, then the feed-forward layer, each of the normalised stream and added to it."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         d = config.width

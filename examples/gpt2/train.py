@@ -32,7 +32,7 @@ from tqdm import tqdm
 import adapprox_jax
 from examples.gpt2 import data as text
 from examples.gpt2 import model as gpt
-from examples.gpt2 import optimizers, plots
+from examples.gpt2 import optimizers, plots, records
 from examples.gpt2.compare import compare
 from examples.gpt2.config import (
     Config,
@@ -181,8 +181,7 @@ class Metrics:
     def __init__(self, out: pathlib.Path, step: int):
         """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped."""
         path = out / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
+        self.rows = [row for row in records.read(path) if row["step"] <= step]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
         self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
