@@ -42,7 +42,7 @@ def _linear(
 
 
 class Block(nnx.Module):
-    """Causal self-attention, then the feed-forward layer, each of the normalised stream and added to it."""
+    """Causal self-attention, then the feed-forward layer: each sees the stream normalised."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         d = config.width
