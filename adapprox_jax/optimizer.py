@@ -42,7 +42,7 @@ def adapprox(
     mask: Any = None,
     *,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
-    cosine_guidance: bool | None = None,
+    cosine_guidance: bool = False,
     guidance_max_scale: jax.typing.ArrayLike = 10.0,
     bias_correction: bool = False,
     initial_rank: int | None = None,
@@ -78,8 +78,8 @@ def adapprox(
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
         for no clipping, which needs `bias_correction`.
-      cosine_guidance: Scale the average up where the update agrees with it; None: where b1 is not
-        0. With it the best learning rate is lower.
+      cosine_guidance: Scale the average up where the update agrees with it. It acts mostly as a
+        higher learning rate: with it the best rate is about half.
       guidance_max_scale: The largest such factor, at least 1.
       bias_correction: Divide the second moment by 1 - b2^t.
       initial_rank: k_init; None for a fixed rank. This and what follows is explained at
@@ -132,10 +132,7 @@ def adapprox(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
             " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
         )
-    has_average = not is_zero(b1)
-    if cosine_guidance is None:
-        cosine_guidance = has_average
-    if not has_average:
+    if is_zero(b1):
         if cosine_guidance:
             allowed = "a number in (0, 1) where cosine_guidance is on"
             raise ValueError(f"b1 is {b1!r}; allowed: {allowed}.")

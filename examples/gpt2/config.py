@@ -28,7 +28,7 @@ class Preset:
 
 # "tiny" ends in minutes on two CPU cores; the two others are the paper's pretraining.
 PRESETS = {
-    "tiny": Preset(16, 400, 20, 1.2e-3, 2e-4, eval_every=50, checkpoint_every=100),
+    "tiny": Preset(16, 400, 20, 2.4e-3, 4e-4, eval_every=50, checkpoint_every=100),
     "117M": Preset(128, 100_000, 1_000, 3e-4, 5e-5, eval_every=1_000, checkpoint_every=1_000),
     "345M": Preset(128, 100_000, 1_000, 3e-4, 3e-5, eval_every=1_000, checkpoint_every=1_000),
 }

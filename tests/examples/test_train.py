@@ -257,10 +257,10 @@ def test_presets_are_the_papers():
 def test_comparison_leaves_table_figure_and_records(work, capsys):
     command = arguments(work, "compared", "--seeds", 1, "--compare", "adamw", "adapprox")
     assert train.main(command) == 0
-    assert "| adapprox | 0.0012 |" in capsys.readouterr().out
+    assert "| adapprox | 0.0024 |" in capsys.readouterr().out
     out = work / "compared"
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "| adamw | 0.0012 |" in (out / "comparison.md").read_text()
+    assert "| adamw | 0.0024 |" in (out / "comparison.md").read_text()
     assert not list(out.glob("*/checkpoints"))
     record = json.loads((out / "comparison.json").read_text())
     adamw, adapprox = record["runs"]
