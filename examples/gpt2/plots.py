@@ -56,7 +56,6 @@ def plot_comparison(
             error = losses.std(0, ddof=1) / np.sqrt(len(runs))
             axes.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.2)
     axes.set(xlabel="step", ylabel="validation loss (nats a token)")
-    axes.set_yscale("log")
     axes.legend()
     _save(figure, path)
 
