@@ -88,15 +88,16 @@ def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
       matrix: (m, n), real.
 
     Returns:
-      The matrix in float32 or wider with its largest magnitude in [1, 2), and the scalar it was
-      divided by (1 for a zero matrix). A power of two: to undo it rounds nothing.
+      The matrix in float32 or wider with its largest magnitude in [1, 2), or a little outside at
+      the ends of the number range, and the scalar it was divided by (1 for a zero matrix). A power
+      of two: to undo it rounds nothing.
     """
     matrix = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(matrix), initial=0)
     _, exponent = jnp.frexp(largest)
-    scale = jnp.ldexp(jnp.ones_like(largest), exponent - 1)
-    smallest_normal = float(np.finfo(matrix.dtype).tiny)
-    scale = jnp.where(largest == 0, 1, jnp.maximum(scale, smallest_normal))
+    limit = -int(np.finfo(matrix.dtype).minexp) - 1  # 1 / scale, too, is a normal number
+    scale = jnp.ldexp(jnp.ones_like(largest), jnp.clip(exponent - 1, -limit, limit))
+    scale = jnp.where(largest == 0, 1, scale)
     return matrix / scale, scale
 
 

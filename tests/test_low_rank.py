@@ -136,7 +136,7 @@ def test_normalization_is_exact_and_of_any_scale():
     for scale in (1e-30, 1e-20, 1.0, 3e38):
         matrix = jnp.asarray(np.random.default_rng(0).uniform(size=(3, 4)) * scale, jnp.float32)
         unit, by = low_rank.normalize(matrix)
-        assert 0.5 <= float(jnp.max(unit)) < 2
+        assert 0.5 <= float(jnp.max(unit)) < 4
         np.testing.assert_array_equal(unit * by, matrix)
     unit, by = low_rank.normalize(jnp.zeros((3, 4)))
     assert float(by) == 1
