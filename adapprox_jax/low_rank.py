@@ -95,7 +95,7 @@ def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     matrix = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
     largest = jnp.max(jnp.abs(matrix), initial=0)
     _, exponent = jnp.frexp(largest)
-    limit = -int(np.finfo(matrix.dtype).minexp) - 1  # 1 / scale, too, is a normal number
+    limit = -int(np.finfo(matrix.dtype).minexp)  # 1 / scale, too, is a normal number
     scale = jnp.ldexp(jnp.ones_like(largest), jnp.clip(exponent - 1, -limit, limit))
     scale = jnp.where(largest == 0, 1, scale)
     return matrix / scale, scale
