@@ -1,9 +1,12 @@
 """clip_by_matrix_rms: the paper's update clipping, for stacks of matrices too."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import optax
 
+from adapprox_jax.boxes import map_unboxed
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
@@ -47,7 +50,7 @@ def clip_by_matrix_rms(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-        return jax.tree.map(lambda leaf, n: _clip(leaf, n, threshold), updates, numbers), state
+        return map_unboxed(partial(_clip, threshold=threshold), updates, numbers), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 

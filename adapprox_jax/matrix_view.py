@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 
+from adapprox_jax.boxes import is_box
+
 
 class MatrixDimensionNumbers(NamedTuple):
     """Which axes of a leaf form the rows and which the columns of its matrices.
@@ -43,9 +45,11 @@ def matrix_view(
 ) -> MatrixView:
     """The view of a leaf as matrices, turned so that the rows are the shorter side.
 
-    By default the two largest axes (of equal ones the last) are rows and columns and all others
-    are batch, which is the rule of Optax's factored second moment: no two axes are mixed. A leaf
-    of fewer than two axes has no matrices.
+    By default the last two axes are rows and columns and all others are batch, as in `jnp.linalg`:
+    stacked layers (L, m, n), experts and convolution kernels. But an axis more than four times the
+    smaller of the two takes its place: attention kernels (model, heads, head_dim), layers stacked
+    along a middle axis (m, L, n). No two axes are ever merged. A leaf of fewer than two axes has
+    no matrices.
 
     Args:
       shape: Shape of the leaf.
@@ -63,8 +67,7 @@ def matrix_view(
     if dimension_numbers is None:
         if ndim < 2:
             return MatrixView(tuple(range(ndim)), (), ())
-        by_size = sorted(range(ndim), key=lambda axis: (shape[axis], axis))
-        rows, columns = _axes(by_size[-2], shape), _axes(by_size[-1], shape)
+        rows, columns = (_axes(axis, shape) for axis in _default_axes(shape))
     else:
         rows, columns = (_axes(side, shape) for side in dimension_numbers)
         named = rows + columns
@@ -117,7 +120,7 @@ def resolve_dimension_numbers(
     if callable(given):
         given = given(tree)
     return jax.tree.map(
-        lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree),
+        lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree, is_leaf=is_box),
         given,
         tree,
         is_leaf=lambda x: x is None or isinstance(x, MatrixDimensionNumbers),
@@ -147,6 +150,18 @@ def map_matrices(
     return jax.tree.map(
         lambda x: x.reshape(*batch_shape, *x.shape[1:]), jax.lax.map(function, flat)
     )
+
+
+def _default_axes(shape: tuple[int, ...]) -> list[int]:
+    """The axes of rows and columns where nothing is said of a leaf of two axes or more."""
+    pair = [len(shape) - 2, len(shape) - 1]
+    while True:
+        smaller = min(pair, key=lambda axis: shape[axis])
+        others = [axis for axis in range(len(shape)) if axis not in pair]
+        largest = max(others, key=lambda axis: (shape[axis], axis), default=smaller)
+        if shape[largest] <= 4 * shape[smaller]:
+            return pair
+        pair[pair.index(smaller)] = largest
 
 
 def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:

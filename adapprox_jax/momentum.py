@@ -1,17 +1,20 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from adapprox_jax.boxes import map_unboxed
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
     matrix_axes,
     resolve_dimension_numbers,
 )
+from adapprox_jax.tree_checks import check_shapes, check_state, check_trees
 from adapprox_jax.validation import require
 
 
@@ -76,6 +79,9 @@ def guided_ema(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, GuidedEmaState]:
         del params
+        check_state(state, GuidedEmaState, "guided_ema")
+        check_trees(updates, state.mu)
+        check_shapes(updates, state.mu)
         averages = jax.tree.map(
             lambda u, m: b1 * m.astype(jnp.promote_types(u.dtype, jnp.float32)) + (1 - b1) * u,
             updates,
@@ -83,14 +89,9 @@ def guided_ema(
         )
         mu = jax.tree.map(lambda average, m: average.astype(m.dtype), averages, state.mu)
         if cosine_guidance:
-            averages = jax.tree.map(
-                lambda update, average, numbers: (
-                    average * guidance_scale(update, average, numbers, eps, max_scale)
-                ),
-                updates,
-                averages,
-                resolve_dimension_numbers(weight_dimension_numbers, updates),
-            )
+            scale = partial(guidance_scale, eps=eps, max_scale=max_scale)
+            numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+            averages = map_unboxed(lambda a, u, n: a * scale(u, a, n), averages, updates, numbers)
         return optax.tree.cast_like(averages, updates), GuidedEmaState(mu)
 
     return optax.GradientTransformation(init, update)

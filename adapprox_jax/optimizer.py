@@ -56,7 +56,7 @@ def adapprox(
     warm_start: bool = True,
     approximate: Approximate = "root",
     orthogonalization: Orthogonalization = "qr",
-    min_dim_size_to_factor: int = 128,
+    min_dim_size_to_factor: int = 64,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,
     key: int | jax.Array = 0,

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.leaf_state import LeafState, check_leaf, init_leaf
 from adapprox_jax.low_rank import ORTHOGONALIZATIONS, Orthogonalization, frobenius_norm, matmul
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
@@ -30,9 +32,10 @@ from adapprox_jax.rank import (
     Factors,
     RankGrowth,
     adaptive_srsi,
-    resolve_capacity,
     sigmoid_growth,
 )
+from adapprox_jax.sharding import with_automatic_axes
+from adapprox_jax.tree_checks import check_state, check_trees, check_types
 from adapprox_jax.validation import require, require_choice, require_integer
 
 Approximate: TypeAlias = Literal["moment", "root"]
@@ -59,17 +62,6 @@ class ScaleByAdapproxState(NamedTuple):
     nu: Any  # second moment of the dense leaves, with the leaf's shape
 
 
-class _LeafState(NamedTuple):
-    """The trees of `ScaleByAdapproxState` for one leaf, in their order."""
-
-    q: jax.Array
-    u: jax.Array
-    rank: jax.Array
-    error: jax.Array
-    drift: jax.Array
-    nu: jax.Array
-
-
 def scale_by_adapprox(
     b2: jax.typing.ArrayLike = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
@@ -87,7 +79,7 @@ def scale_by_adapprox(
     warm_start: bool = True,
     approximate: Approximate = "root",
     orthogonalization: Orthogonalization = "qr",
-    min_dim_size_to_factor: int = 128,
+    min_dim_size_to_factor: int = 64,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,
     key: int | jax.Array = 0,
@@ -180,8 +172,9 @@ def scale_by_adapprox(
     )
 
     def init(params: optax.Params) -> ScaleByAdapproxState:
+        check_types(params, "parameter")
         numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-        leaf_states = jax.tree.map(start, params, numbers)
+        leaf_states = jax.tree.map(start, params, numbers, is_leaf=is_box)
         return ScaleByAdapproxState(
             jnp.zeros([], jnp.int32),
             _key_data(seed_or_key),
@@ -192,6 +185,9 @@ def scale_by_adapprox(
         updates: optax.Updates, state: ScaleByAdapproxState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdapproxState]:
         del params
+        check_state(state, ScaleByAdapproxState, "scale_by_adapprox")
+        check_types(updates, "gradient")
+        check_trees(updates, state.nu)
         count = optax.safe_increment(state.count)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=key_impl), count)
         precondition = partial(
@@ -200,83 +196,75 @@ def scale_by_adapprox(
             eps_root=eps_root,
             correction=1 - b2**count if bias_correction else 1.0,
         )
-        step_matrix = partial(
-            update_matrix,
-            step=count,
-            key=key,
+        step_leaf = partial(
+            update_leaf,
             b2=b2,
-            approximate=approximate,
             precondition=precondition,
-            factorize=factorize,
+            step_matrix=partial(
+                update_matrix,
+                step=count,
+                key=key,
+                b2=b2,
+                approximate=approximate,
+                precondition=precondition,
+                factorize=factorize,
+            ),
         )
 
-        def update_leaf(
-            leaf: jax.Array, numbers: MatrixDimensionNumbers | None, *fields: jax.Array
-        ) -> tuple[jax.Array, _LeafState]:
-            old = _LeafState(*fields)
-            grad = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-            if old.q.ndim == 0:
-                nu = average(old.nu, grad, b2)
-                new = old._replace(nu=nu.astype(old.nu.dtype))
-                return precondition(grad, nu).astype(leaf.dtype), new
-            view = matrix_view(leaf.shape, numbers)
-            batch, _, _ = view_shape(leaf.shape, view)
-            operands = (to_matrices(grad, view), old.q, old.u, old.rank, old.drift)
-            scaled, factors, drift = map_matrices(lambda one: step_matrix(*one), operands, batch)
-            scaled = from_matrices(scaled, view, leaf.shape).astype(leaf.dtype)
-            return scaled, _LeafState(**factors._asdict(), drift=drift, nu=old.nu)
+        def update_boxed(
+            path: Any, grad: Any, numbers: MatrixDimensionNumbers | None, *fields: Any
+        ) -> tuple[Any, LeafState]:
+            check_leaf(jax.tree_util.keystr(path), grad, numbers, LeafState(*fields))
+            operands = unbox(grad), LeafState(*map(unbox, fields))
+            one_step = with_automatic_axes(partial(step_leaf, numbers=numbers), operands)
+            scaled, new = one_step(*operands)
+            return rebox(grad, scaled), LeafState(*map(rebox, fields, new))
 
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-        fields = (getattr(state, name) for name in _LeafState._fields)
-        results = jax.tree.map(update_leaf, updates, numbers, *fields)
-        scaled = jax.tree.map(lambda _, result: result[0], updates, results)
-        leaf_states = jax.tree.map(lambda _, result: result[1], updates, results)
+        fields = (getattr(state, name) for name in LeafState._fields)
+        results = jax.tree_util.tree_map_with_path(
+            update_boxed, updates, numbers, *fields, is_leaf=is_box
+        )
+        scaled = jax.tree.map(lambda _, result: result[0], updates, results, is_leaf=is_box)
+        leaf_states = jax.tree.map(lambda _, result: result[1], updates, results, is_leaf=is_box)
         return scaled, ScaleByAdapproxState(count, state.key, *_as_trees(updates, leaf_states))
 
     return optax.GradientTransformation(init, update)
 
 
-def init_leaf(
-    leaf: jax.Array,
+def update_leaf(
+    grad: jax.Array,
+    state: LeafState,
     numbers: MatrixDimensionNumbers | None,
     *,
-    initial_rank: int | None,
-    max_rank: int | float,
-    min_dim_size_to_factor: int,
-    factor_dtype: jax.typing.DTypeLike | None,
-) -> _LeafState:
-    """The state of one leaf before the first step: factored where that is asked for and saves.
+    b2: jax.typing.ArrayLike,
+    precondition: Callable[[jax.Array, jax.Array], jax.Array],
+    step_matrix: Callable[..., tuple[jax.Array, Factors, jax.Array]],
+) -> tuple[jax.Array, LeafState]:
+    """One step for one leaf: of each of its matrices, or of its dense second moment.
 
     Args:
-      leaf: The parameter, or anything with its shape and dtype.
-      numbers: Which of its axes form a matrix; None for the default view.
-      initial_rank: As in `scale_by_adapprox`, like the rest.
-      max_rank: Width of the buffers.
-      min_dim_size_to_factor: Fewest rows and columns of a factored leaf.
-      factor_dtype: Type of the factors.
+      grad: The gradient, of any shape and real floating-point type.
+      state: The leaf's state.
+      numbers: Which axes form a matrix.
+      b2: Decay.
+      precondition: From (G, V) to the scaled gradient.
+      step_matrix: `update_matrix` with its settings bound.
 
     Returns:
-      Zeros of the shapes that `ScaleByAdapproxState` names, no two of them one array.
+      The scaled gradient in the type of the gradient, and the new state.
     """
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-    view = matrix_view(leaf.shape, numbers)
-    batch, rows, columns = view_shape(leaf.shape, view)
-    capacity = resolve_capacity(max_rank, rows, columns)
-    saves = (rows + columns) * capacity < rows * columns
-    if view.is_matrix and min(rows, columns) >= min_dim_size_to_factor and saves:
-        q_shape, u_shape = (*batch, rows, capacity), (*batch, columns, capacity)
-        nu_shape: tuple[int, ...] = ()
-        rank = capacity if initial_rank is None else min(initial_rank, capacity)
-    else:
-        q_shape, u_shape, nu_shape, batch, rank = (), (), leaf.shape, (), 0
-    return _LeafState(
-        q=jnp.zeros(q_shape, factor_dtype or dtype),
-        u=jnp.zeros(u_shape, factor_dtype or dtype),
-        rank=jnp.full(batch, rank, jnp.int32),
-        error=jnp.zeros(batch, jnp.float32),
-        drift=jnp.zeros(batch, jnp.float32),
-        nu=jnp.zeros(nu_shape, dtype),
-    )
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    if not state.is_factored:
+        nu = average(state.nu, wide, b2)
+        new = state._replace(nu=nu.astype(state.nu.dtype))
+        return precondition(wide, nu).astype(grad.dtype), new
+    view = matrix_view(grad.shape, numbers)
+    batch, _, _ = view_shape(grad.shape, view)
+    operands = (to_matrices(wide, view), state.q, state.u, state.rank, state.drift)
+    scaled, factors, drift = map_matrices(lambda one: step_matrix(*one), operands, batch)
+    scaled = from_matrices(scaled, view, grad.shape).astype(grad.dtype)
+    return scaled, LeafState(**factors._asdict(), drift=drift, nu=state.nu)
 
 
 def update_matrix(
@@ -364,10 +352,12 @@ def accumulate_drift(
 
 
 def _as_trees(like: Any, leaf_states: Any) -> list[Any]:
-    """A tree of `_LeafState`s as one tree for each field, with the structure of `like`."""
+    """A tree of `LeafState`s as one tree for each field, with the structure of `like`."""
     return [
-        jax.tree.map(lambda _, leaf, name=name: getattr(leaf, name), like, leaf_states)
-        for name in _LeafState._fields
+        jax.tree.map(
+            lambda _, leaf, name=name: getattr(leaf, name), like, leaf_states, is_leaf=is_box
+        )
+        for name in LeafState._fields
     ]
 
 

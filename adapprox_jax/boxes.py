@@ -1,0 +1,73 @@
+"""Boxes: parameters that carry metadata of their axes, as Flax wraps them.
+
+A box is a pytree node around one array with a name for each of its axes: Linen's `nn.Partitioned`
+and nnx's `Variable`. They are known by their methods, so that Flax need not be installed. What is
+put into a box for the state of an optimizer must have metadata that describes it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+# Entries of an nnx Variable's metadata with one name for each axis.
+_NNX_AXIS_ENTRIES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is a Flax box around an array."""
+    return _is_linen(x) or _is_nnx(x)
+
+
+def unbox(x: Any) -> Any:
+    """The array in a box; anything else as it is."""
+    return jax.tree.leaves(x)[0] if is_box(x) else x
+
+
+def rebox(box: Any, value: Any) -> Any:
+    """`value` in a box like `box`; as it is where `box` is none."""
+    return jax.tree.unflatten(jax.tree.structure(box), [value]) if is_box(box) else value
+
+
+def rebox_axes(box: Any, value: Any, axes: Sequence[int | None]) -> Any:
+    """`value` in a box like `box`, with metadata for the axes that it has.
+
+    Args:
+      box: A box, or an array.
+      value: What to put into it.
+      axes: For each axis of `value` the axis of the boxed array that it is; None for a new one.
+
+    Returns:
+      The new box, or `value` where `box` is none.
+    """
+    if _is_linen(box):
+        return box.replace(value=value, names=select_axes(box.names, axes))
+    if _is_nnx(box):
+        metadata = box.get_metadata()
+        named = [entry for entry in _NNX_AXIS_ENTRIES if metadata.get(entry) is not None]
+        return box.replace(value, **{e: select_axes(metadata[e], axes) for e in named})
+    return value
+
+
+def select_axes(names: Any, axes: Sequence[int | None]) -> tuple[Any, ...]:
+    """The entries of `names`, one for each axis or fewer, at `axes`; None for a new axis."""
+    names = tuple(getattr(names, "spec", names))  # a NamedSharding has its names in its spec
+    return tuple(None if a is None or a >= len(names) else names[a] for a in axes)
+
+
+def map_unboxed(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+    """`jax.tree.map` over the arrays in boxes; each result lies in a box like that of `tree`."""
+    return jax.tree.map(
+        lambda leaf, *others: rebox(leaf, function(unbox(leaf), *map(unbox, others))),
+        tree,
+        *rest,
+        is_leaf=is_box,
+    )
+
+
+def _is_linen(x: Any) -> bool:
+    return hasattr(type(x), "replace_boxed") and hasattr(x, "names")
+
+
+def _is_nnx(x: Any) -> bool:
+    return hasattr(type(x), "get_metadata") and hasattr(type(x), "replace")
