@@ -30,6 +30,21 @@ PAPER: dict[str, Any] = {
     "min_dim_size_to_factor": 1,
 }
 
+# What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, and
+# functions that are no schedules.
+STATIC_ARGS = (
+    "initial_rank",
+    "max_rank",
+    "rank_interval",
+    "rank_growth",
+    "power_iterations",
+    "oversampling",
+    "min_dim_size_to_factor",
+    "weight_dimension_numbers",
+    "key",
+    "mask",
+)
+
 
 def adapprox(
     learning_rate: optax.ScalarOrSchedule,
@@ -101,8 +116,7 @@ def adapprox(
 
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
-      shapes or code must be static: `static_args=("initial_rank", "max_rank", "rank_interval",
-      "power_iterations", "oversampling", "min_dim_size_to_factor", "key")`.
+      shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`.
 
     Raises:
       ValueError: an argument is out of range, or neither clipping nor bias correction is on.

@@ -153,7 +153,6 @@ def scale_by_adapprox(
     factorize = partial(
         adaptive_srsi,
         initial_rank=initial_rank,
-        error_threshold=error_threshold,
         rank_interval=rank_interval,
         rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
         power_iterations=power_iterations,
@@ -189,26 +188,15 @@ def scale_by_adapprox(
         check_types(updates, "gradient")
         check_trees(updates, state.nu)
         count = optax.safe_increment(state.count)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=key_impl), count)
-        precondition = partial(
-            divide_by_root,
+        key = jax.random.wrap_key_data(state.key, impl=key_impl)
+        scalars = StepScalars(
+            step=count,
+            key=jax.random.fold_in(key, count),
+            b2=b2,
             eps=eps,
             eps_root=eps_root,
             correction=1 - b2**count if bias_correction else 1.0,
-        )
-        step_leaf = partial(
-            update_leaf,
-            b2=b2,
-            precondition=precondition,
-            step_matrix=partial(
-                update_matrix,
-                step=count,
-                key=key,
-                b2=b2,
-                approximate=approximate,
-                precondition=precondition,
-                factorize=factorize,
-            ),
+            error_threshold=error_threshold,
         )
 
         def update_boxed(
@@ -216,8 +204,10 @@ def scale_by_adapprox(
         ) -> tuple[Any, LeafState]:
             check_leaf(jax.tree_util.keystr(path), grad, numbers, LeafState(*fields))
             operands = unbox(grad), LeafState(*map(unbox, fields))
-            one_step = with_automatic_axes(partial(step_leaf, numbers=numbers), operands)
-            scaled, new = one_step(*operands)
+            one_step = partial(
+                update_leaf, numbers=numbers, approximate=approximate, factorize=factorize
+            )
+            scaled, new = with_automatic_axes(one_step, operands)(scalars, *operands)
             return rebox(grad, scaled), LeafState(*map(rebox, fields, new))
 
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
@@ -232,79 +222,96 @@ def scale_by_adapprox(
     return optax.GradientTransformation(init, update)
 
 
+class StepScalars(NamedTuple):
+    """The numbers of one step, all of which may be traced."""
+
+    step: jax.Array  # t, from 1, int32
+    key: jax.Array  # random key of this step
+    b2: jax.typing.ArrayLike
+    eps: jax.typing.ArrayLike
+    eps_root: jax.typing.ArrayLike
+    correction: jax.typing.ArrayLike  # what the second moment is divided by: 1, or 1 - b2^t
+    error_threshold: jax.typing.ArrayLike
+
+
 def update_leaf(
+    scalars: StepScalars,
     grad: jax.Array,
     state: LeafState,
-    numbers: MatrixDimensionNumbers | None,
     *,
-    b2: jax.typing.ArrayLike,
-    precondition: Callable[[jax.Array, jax.Array], jax.Array],
-    step_matrix: Callable[..., tuple[jax.Array, Factors, jax.Array]],
+    numbers: MatrixDimensionNumbers | None,
+    approximate: Approximate,
+    factorize: Factorize,
 ) -> tuple[jax.Array, LeafState]:
     """One step for one leaf: of each of its matrices, or of its dense second moment.
 
     Args:
+      scalars: The numbers of this step.
       grad: The gradient, of any shape and real floating-point type.
       state: The leaf's state.
       numbers: Which axes form a matrix.
-      b2: Decay.
-      precondition: From (G, V) to the scaled gradient.
-      step_matrix: `update_matrix` with its settings bound.
+      approximate: What q @ u.T stands for.
+      factorize: `adaptive_srsi` with its settings bound.
 
     Returns:
       The scaled gradient in the type of the gradient, and the new state.
     """
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     if not state.is_factored:
-        nu = average(state.nu, wide, b2)
-        new = state._replace(nu=nu.astype(state.nu.dtype))
-        return precondition(wide, nu).astype(grad.dtype), new
+        nu = average(state.nu, wide, scalars.b2)
+        scaled = divide_by_root(wide, nu, scalars).astype(grad.dtype)
+        return scaled, state._replace(nu=nu.astype(state.nu.dtype))
     view = matrix_view(grad.shape, numbers)
     batch, _, _ = view_shape(grad.shape, view)
-    operands = (to_matrices(wide, view), state.q, state.u, state.rank, state.drift)
-    scaled, factors, drift = map_matrices(lambda one: step_matrix(*one), operands, batch)
+    scaled, factors, drift = map_matrices(
+        lambda one: update_matrix(scalars, *one, approximate=approximate, factorize=factorize),
+        (to_matrices(wide, view), state.q, state.u, state.rank, state.drift),
+        batch,
+    )
     scaled = from_matrices(scaled, view, grad.shape).astype(grad.dtype)
     return scaled, LeafState(**factors._asdict(), drift=drift, nu=state.nu)
 
 
 def update_matrix(
+    scalars: StepScalars,
     grad: jax.Array,
     q: jax.Array,
     u: jax.Array,
     rank: jax.Array,
     drift: jax.Array,
     *,
-    step: jax.Array,
-    key: jax.Array,
-    b2: jax.typing.ArrayLike,
     approximate: Approximate,
-    precondition: Callable[[jax.Array, jax.Array], jax.Array],
     factorize: Factorize,
 ) -> tuple[jax.Array, Factors, jax.Array]:
     """One step of Algorithm 3 for one matrix, up to the quotient.
 
     Args:
+      scalars: The numbers of this step.
       grad: G, (m, n), float32 or wider.
       q: (m, capacity), of the last step.
       u: (n, capacity), of the last step.
       rank: Columns in use, int32 scalar.
       drift: Bound of the distance of q @ u.T from the exact second moment (its root, for "root").
-      step: t, from 1.
-      key: Random key of this step.
-      b2: Decay.
       approximate: What q @ u.T stands for.
-      precondition: From (G, V) to the scaled gradient.
-      factorize: `adaptive_srsi` with its settings bound, but for the type of the factors.
+      factorize: `adaptive_srsi` with its settings bound.
 
     Returns:
       The scaled gradient (m, n), the new factors, the new drift.
     """
     previous = reconstruct(q.astype(grad.dtype), u.astype(grad.dtype), approximate)
-    second_moment = average(previous, grad, b2)
+    second_moment = average(previous, grad, scalars.b2)
     target = jnp.sqrt(second_moment) if approximate == "root" else second_moment
-    factors = factorize(target, u, rank, step, key, factor_dtype=q.dtype)
-    drift = accumulate_drift(drift, factors.error, target, b2, approximate)
-    return precondition(grad, second_moment), factors, drift
+    factors = factorize(
+        target,
+        u,
+        rank,
+        scalars.step,
+        scalars.key,
+        error_threshold=scalars.error_threshold,
+        factor_dtype=q.dtype,
+    )
+    drift = accumulate_drift(drift, factors.error, target, scalars.b2, approximate)
+    return divide_by_root(grad, second_moment, scalars), factors, drift
 
 
 def reconstruct(q: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
@@ -322,16 +329,10 @@ def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> j
     return previous * b2 + jnp.square(grad) * (1 - b2)
 
 
-def divide_by_root(
-    grad: jax.Array,
-    second_moment: jax.Array,
-    *,
-    eps: jax.typing.ArrayLike,
-    eps_root: jax.typing.ArrayLike,
-    correction: jax.typing.ArrayLike,
-) -> jax.Array:
+def divide_by_root(grad: jax.Array, second_moment: jax.Array, scalars: StepScalars) -> jax.Array:
     """G / (sqrt(V / correction + eps_root) + eps), elementwise."""
-    return grad / (jnp.sqrt(second_moment / correction + eps_root) + eps)
+    root = jnp.sqrt(second_moment / scalars.correction + scalars.eps_root)
+    return grad / (root + scalars.eps)
 
 
 def accumulate_drift(

@@ -30,6 +30,11 @@ def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -
 
 def require_integer(name: str, value: Any, least: int) -> None:
     """Raises ValueError unless `value` is a concrete integer of at least `least`."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} is traced; allowed: an integer known when the optimizer is made. Under"
+            " optax.inject_hyperparams give static_args=adapprox_jax.STATIC_ARGS."
+        )
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not (is_integer and value >= least):
         raise ValueError(f"{name} is {value!r}; allowed: an integer of at least {least}.")
