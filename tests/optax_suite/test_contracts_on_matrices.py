@@ -1,0 +1,199 @@
+"""The contracts of Optax's suite where second moments are factors: its own matrices are 2 x 2.
+
+A contract whose problem can be set runs as it is; the others are written again on these shapes.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import _common_test as suite
+
+import adapprox_jax
+from tests.optax_suite.test_contracts import CONTRACTS, PARAMETERS, register, run_contract
+
+SHORT, LONG, VECTOR = (64, 48), (48, 200), (48,)
+SETTINGS = {
+    "fixed": dict(min_dim_size_to_factor=1),
+    "adaptive": dict(min_dim_size_to_factor=1, initial_rank=1, max_rank=6, error_threshold=0.1),
+    "paper": adapprox_jax.PAPER,
+}
+CONVERGENCE = "test_optimizers"
+ON_A_SETUP = [
+    "test_optimizers_accept_extra_args",
+    "test_state_shape_dtype_shard_stability",
+    "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",
+]
+REWRITTEN = [
+    "test_optimizers_can_be_wrapped_in_inject_hyperparams",
+    "test_preserve_dtype",
+    "test_gradient_accumulation",
+]
+
+slow = pytest.mark.slow
+each_setting = pytest.mark.parametrize(
+    "settings",
+    [pytest.param(SETTINGS[name], id=name, marks=[slow] * (name == "paper")) for name in SETTINGS],
+)
+each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+
+
+def quadratic(*shapes):
+    """A quadratic with random targets of these shapes, set up in the suite's way."""
+
+    def setup(dtype):
+        rng = np.random.default_rng(0)
+        final = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+        initial = [jnp.zeros(shape, dtype) for shape in shapes]
+        return initial, final, lambda params: sum_of_squares(optax.tree.sub(params, final))
+
+    return setup
+
+
+def rosenbrock(*shape):
+    """Rosenbrock's function summed over pairs of entries of two matrices."""
+
+    def setup(dtype):
+        rng = np.random.default_rng(0)
+        initial = [jnp.asarray(rng.uniform(-1, 1, shape), dtype) for _ in range(2)]
+
+        def objective(params):
+            x, y = params
+            return jnp.sum((1 - x) ** 2 + 100 * (y - x**2) ** 2)
+
+        return initial, [jnp.ones(shape, dtype)] * 2, objective
+
+    return setup
+
+
+def sum_of_squares(params):
+    return sum(jnp.sum(p**2) for p in params)
+
+
+def params_and_gradients(dtype):
+    _, params, _ = quadratic(LONG, VECTOR)(dtype)
+    return params, jax.grad(sum_of_squares)(params)
+
+
+def without_signs(state):
+    """A state with the products of its factors, whose columns rounding may give another sign."""
+    factors = state[0]
+    product = jax.tree.map(lambda q, u: q @ u.T if q.ndim else q, factors.q, factors.u)
+    return factors._replace(q=product, u=None), *state[1:]
+
+
+@pytest.fixture
+def adapprox(monkeypatch):
+    """Registers adapprox; in every state made by it matrices, and only they, are factored."""
+    ndims = set()
+
+    @functools.wraps(adapprox_jax.adapprox)
+    def factory(*args, **keywords):
+        tx = adapprox_jax.adapprox(*args, **keywords)
+
+        def init(params):
+            state = tx.init(params)
+            leaves = zip(jax.tree.leaves(params), jax.tree.leaves(state[0].q), strict=True)
+            ndims.update((param.ndim, q.ndim) for param, q in leaves)
+            return state
+
+        # Compiled, because step by step the loops in it would be compiled anew at each.
+        return tx._replace(init=init, update=jax.jit(tx.update))
+
+    register(monkeypatch, factory)
+    yield factory
+    assert (2, 2) in ndims
+    assert ndims <= {(2, 2), (1, 0)}
+
+
+def cases():
+    """The contracts whose problem can be set, with the types that they are asked for."""
+    for contract in ON_A_SETUP:
+        for dtype in PARAMETERS[contract].get("dtype", [None]):
+            parameters = {name: values[0] for name, values in PARAMETERS[contract].items()}
+            parameters |= {"dtype": dtype} if dtype else {}
+            label = f"{contract}-{dtype.__name__}" if dtype else contract
+            yield pytest.param(contract, parameters, id=label)
+
+
+def test_every_contract_of_the_suite_is_run():
+    """A contract that a newer Optax adds is noticed here too."""
+    assert {CONVERGENCE, *ON_A_SETUP, *REWRITTEN} == set(CONTRACTS)
+
+
+@each_setting
+@pytest.mark.parametrize(("contract", "parameters"), list(cases()))
+def test_contract(contract, parameters, settings, adapprox, monkeypatch):
+    """Optax's contract holds where its problem is one of matrices."""
+    monkeypatch.setattr(suite, "_setup_parabola", quadratic(LONG, VECTOR))
+    monkeypatch.setattr(suite, "_setup_rosenbrock", rosenbrock(*SHORT))
+    run_contract(contract, settings, **parameters)
+
+
+@each_setting
+@pytest.mark.parametrize(
+    "target",
+    [
+        pytest.param(quadratic(SHORT, VECTOR), id="quadratic-64x48"),
+        pytest.param(quadratic(LONG, VECTOR), id="quadratic-48x200", marks=slow),
+    ],
+)
+def test_converges(target, settings, adapprox):
+    """The suite's 30,000 steps at a constant rate end at the optimum of a function of matrices."""
+    run_contract(CONVERGENCE, settings, target=target, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"),
+    [
+        ("adaptive", (24, 16)),
+        pytest.param("adaptive", SHORT, marks=slow),
+        pytest.param("fixed", SHORT, marks=slow),
+    ],
+    ids=str,
+)
+def test_converges_in_a_curved_valley(settings, shape, adapprox):
+    """The same on Rosenbrock's function, with the root factored."""
+    run_contract(CONVERGENCE, SETTINGS[settings], target=rosenbrock(*shape), dtype="float32")
+
+
+@each_setting
+def test_can_be_wrapped_in_inject_hyperparams(settings, adapprox):
+    """Injected hyperparameters give the updates and the state of plain ones."""
+    params, grads = params_and_gradients("float32")
+    plain = adapprox(learning_rate=1e-2, **settings)
+    inject = optax.inject_hyperparams(adapprox, static_args=adapprox_jax.STATIC_ARGS)
+    injected = inject(learning_rate=1e-2, **settings)
+    state, injected_state = jax.jit(plain.init)(params), jax.jit(injected.init)(params)
+    chex.assert_trees_all_equal(injected_state.inner_state, state)
+    updates, state = jax.jit(plain.update)(grads, state, params)
+    injected_updates, injected_state = jax.jit(injected.update)(grads, injected_state, params)
+    chex.assert_trees_all_close(injected_updates, updates, rtol=1e-5)
+    actual, expected = map(without_signs, (injected_state.inner_state, state))
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@each_setting
+@each_dtype
+def test_preserves_dtype(dtype, settings, adapprox):
+    """Updates have the type of the parameters."""
+    params, grads = params_and_gradients(dtype)
+    tx = adapprox(learning_rate=1e-2, **settings)
+    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+
+
+@each_setting
+@each_dtype
+def test_accumulates_gradients(dtype, settings, adapprox):
+    """Under optax.MultiSteps nothing moves before the last of the small steps."""
+    params, grads = params_and_gradients(dtype)
+    tx = optax.MultiSteps(adapprox(learning_rate=1e-2, **settings), every_k_schedule=4)
+    state = jax.jit(tx.init)(params)
+    updates, new = jax.jit(tx.update)(grads, state, params)
+    chex.assert_trees_all_equal(updates, optax.tree.zeros_like(params))
+    chex.assert_trees_all_equal(new.inner_opt_state, state.inner_opt_state)

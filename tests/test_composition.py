@@ -1,0 +1,456 @@
+"""adapprox under what Optax and JAX put around an optimizer: the same training as without."""
+
+import functools
+import warnings
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+from adapprox_jax import MatrixDimensionNumbers
+
+PARAMS = {"kernel": np.ones((24, 40), np.float32), "bias": np.ones(40, np.float32)}
+WITH_STACK = {**PARAMS, "stack": np.ones((2, 24, 16), np.float32)}
+
+FIXED = dict(min_dim_size_to_factor=1, max_rank=4)
+ADAPTIVE = dict(
+    min_dim_size_to_factor=1,
+    initial_rank=1,
+    max_rank=6,
+    error_threshold=0.1,
+    rank_interval=2,
+    rank_growth=jnp.ones_like,
+)
+SETTINGS = {"fixed": FIXED, "adaptive": ADAPTIVE}
+# Made once, because what is compiled for them is kept.
+PLAIN = {name: adapprox_jax.adapprox(1e-2, **settings) for name, settings in SETTINGS.items()}
+
+# These programs run a few steps only: to optimize them takes longer.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+each_rank = pytest.mark.parametrize("rank", SETTINGS)
+
+
+def gradients(steps, params=PARAMS, seed=0, noise=1.0):
+    """Gradients whose matrices are of rank 1 without noise."""
+    rng = np.random.default_rng(seed)
+
+    def sizes(param):
+        return np.exp(rng.normal(size=(*param.shape[:-1], 1)) + rng.normal(size=param.shape[-1:]))
+
+    def noisy(size):
+        return jnp.asarray(size * (1 + noise * rng.normal(size=size.shape)), jnp.float32)
+
+    all_sizes = jax.tree.map(sizes, params)
+    return [jax.tree.map(noisy, all_sizes) for _ in range(steps)]
+
+
+def step(tx, grads, params, state, **extra):
+    updates, state = tx.update(grads, state, params, **extra)
+    return optax.apply_updates(params, updates), state
+
+
+@functools.cache
+def compiled(tx):
+    return jit(partial(step, tx))
+
+
+def run(tx, grads, params=PARAMS, state=None, **extra):
+    """Parameters and state after a step with each of the gradients."""
+    state = tx.init(params) if state is None else state
+    for grad in grads:
+        params, state = compiled(tx)(grad, params, state, **extra)
+    return params, state
+
+
+def assert_same(actual, expected, rtol=1e-4):
+    chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=1e-6)
+
+
+def assert_same_state(actual, expected):
+    """Two `ScaleByAdapproxState`s hold the same; rounding may give columns another sign."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    chex.assert_trees_all_equal(actual.rank, expected.rank)
+    assert_same(approximations(actual), approximations(expected))
+    assert_same(actual.nu, expected.nu)
+
+
+def approximations(state):
+    return jax.tree.map(lambda q, u: q @ jnp.swapaxes(u, -1, -2) if q.ndim else q, state.q, state.u)
+
+
+def is_matrix(tree):
+    return jax.tree.map(lambda leaf: leaf.ndim > 1, tree)
+
+
+def labels(tree):
+    return jax.tree.map(lambda leaf: "matrix" if leaf.ndim > 1 else "rest", tree)
+
+
+def inject(learning_rate, **keywords):
+    factory = optax.inject_hyperparams(adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS)
+    return factory(learning_rate, **keywords)
+
+
+def population(tx):
+    """Trains models at once that are stacked along the first axis of every leaf."""
+    return optax.GradientTransformation(jax.vmap(tx.init), jax.vmap(tx.update))
+
+
+def stacked(trees):
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+
+def member(tree, index):
+    return jax.tree.map(lambda leaf: leaf[index], tree)
+
+
+@pytest.mark.parametrize(
+    ("mask", "rank"),
+    [(is_matrix(PARAMS), "fixed"), (is_matrix, "adaptive")],
+    ids=["tree-fixed", "function-adaptive"],
+)
+def test_masked(mask, rank):
+    """Under optax.masked matrices train as without it, and the rest is passed through."""
+    grads = gradients(3)
+    actual, state = run(optax.masked(PLAIN[rank], mask), grads)
+    expected, plain = run(PLAIN[rank], grads)
+    assert_same(actual["kernel"], expected["kernel"])
+    assert_same(actual["bias"], PARAMS["bias"] + sum(grad["bias"] for grad in grads))
+    ranks = state.inner_state[0].rank
+    assert ranks == {"kernel": plain[0].rank["kernel"], "bias": optax.MaskedNode()}
+
+
+@pytest.mark.parametrize("name", ["partition", "multi_transform"])
+def test_partition(name):
+    """Adapprox on matrices beside AdamW on the rest: each as if it were alone."""
+    if not hasattr(optax, name):
+        pytest.skip(f"this Optax has no {name}")
+    grads, transforms = gradients(3), {"matrix": PLAIN["adaptive"], "rest": optax.adamw(1e-2)}
+    actual, state = run(getattr(optax, name)(transforms, labels), grads)
+    expected, plain = run(PLAIN["adaptive"], grads)
+    assert_same(actual["kernel"], expected["kernel"])
+    ranks = state.inner_states["matrix"].inner_state[0].rank
+    assert ranks["kernel"] == plain[0].rank["kernel"]
+    expected, _ = run(optax.adamw(1e-2), grads)
+    assert_same(actual["bias"], expected["bias"])
+
+
+@each_rank
+def test_apply_if_finite(rank):
+    """A step that is not finite changes nothing, and training goes on as if it had not been."""
+    grads = gradients(3)
+    tx = optax.apply_if_finite(PLAIN[rank], max_consecutive_errors=5)
+    before, state = run(tx, grads[:2])
+    for value in (jnp.nan, jnp.inf):
+        bad = {**grads[0], "kernel": grads[0]["kernel"].at[3, 4].set(value)}
+        params, after = run(tx, [bad], before, state)
+        chex.assert_trees_all_equal((params, after.inner_state), (before, state.inner_state))
+        state = after
+    assert state.total_notfinite == 2
+    actual, state = run(tx, grads[2:], params, state)
+    expected, plain = run(PLAIN[rank], grads)
+    assert_same(actual, expected)
+    assert_same_state(state.inner_state[0], plain[0])
+
+
+def test_schedule_free():
+    """Under schedule_free the three sequences are those of its definition with our updates."""
+    beta, grads = 0.9, gradients(4)
+    base = adapprox_jax.adapprox(1e-2, b1=0.0, **FIXED)
+    actual, state = run(optax.contrib.schedule_free(base, learning_rate=1e-2, b1=beta), grads)
+    x = y = z = PARAMS
+    plain, update = base.init(PARAMS), jit(base.update)
+    for t, grad in enumerate(grads, start=1):
+        updates, plain = update(grad, plain, y)
+        z = optax.apply_updates(z, updates)
+        x = jax.tree.map(lambda x, z, t=t: (1 - 1 / t) * x + z / t, x, z)
+        y = jax.tree.map(lambda x, z: beta * x + (1 - beta) * z, x, z)
+    assert_same(actual, y)
+    assert_same(optax.contrib.schedule_free_eval_params(state, actual), x)
+    assert_same_state(state.base_optimizer_state[0], plain[0])
+
+
+def test_reduce_on_plateau():
+    """A loss that stays where it is halves the rate at every step but the first."""
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
+    grads = gradients(4)
+    actual, _ = run(optax.chain(PLAIN["adaptive"], plateau), grads, value=1.0)
+    halved = adapprox_jax.adapprox(lambda count: 1e-2 * 0.5**count, **ADAPTIVE)
+    expected, _ = run(halved, grads)
+    assert_same(actual, expected)
+
+
+def test_named_chain():
+    """The parts of adapprox under names are adapprox, each with its state under its name."""
+    tx = optax.named_chain(
+        ("second_moment", adapprox_jax.scale_by_adapprox(**ADAPTIVE)),
+        ("clip", adapprox_jax.clip_by_matrix_rms(1.0)),
+        ("average", adapprox_jax.guided_ema(0.9)),
+        ("decay", optax.add_decayed_weights(1e-4)),
+        ("rate", optax.scale_by_learning_rate(1e-2)),
+    )
+    grads = gradients(3)
+    actual, state = run(tx, grads)
+    expected, plain = run(PLAIN["adaptive"], grads)
+    assert_same(actual, expected)
+    assert_same_state(state["second_moment"], plain[0])
+    assert_same(state["average"], plain[2])
+
+
+@pytest.mark.parametrize("name", [*adapprox_jax.ScaleByAdapproxState._fields[1:], "mu"])
+def test_tree_get_and_set(name):
+    """optax.tree finds each field of the state by its name and replaces it alone."""
+    _, state = run(PLAIN["adaptive"], gradients(1))
+    position = 2 if name == "mu" else 0
+    expected = getattr(state[position], name)
+    chex.assert_trees_all_equal(optax.tree.get(state, name), expected)
+    changed = jax.tree.map(lambda x: x + 1, expected)
+    replaced = [*state]
+    replaced[position] = state[position]._replace(**{name: changed})
+    chex.assert_trees_all_equal(optax.tree.set(state, **{name: changed}), tuple(replaced))
+
+
+def test_a_rank_that_is_set_is_kept_until_the_next_choice():
+    """Factors are cut to a rank that optax.tree.set has put into the state."""
+    params, state = run(PLAIN["adaptive"], gradients(1))
+    ranks = optax.tree.get(state, "rank")
+    assert ranks["kernel"] == 6
+    state = optax.tree.set(state, rank={**ranks, "kernel": jnp.int32(2)})
+    _, state = run(PLAIN["adaptive"], gradients(1, seed=1), params, state)
+    report = adapprox_jax.rank_report(state, PARAMS)
+    assert report["['kernel']"].rank == 2
+    assert np.linalg.matrix_rank(approximations(state[0])["kernel"]) == 2
+
+
+@each_rank
+def test_multi_steps(rank):
+    """Four small steps whose gradients have the mean of a large one equal the large one."""
+    small = gradients(8)
+    large = [jax.tree.map(lambda *g: sum(g) / 4, *small[i : i + 4]) for i in (0, 4)]
+    tx = optax.MultiSteps(PLAIN[rank], every_k_schedule=4)
+    params, state = run(tx, small[:3])
+    chex.assert_trees_all_equal(params, PARAMS)
+    actual, state = run(tx, small[3:], params, state)
+    expected, plain = run(PLAIN[rank], large)
+    assert_same(actual, expected)
+    assert_same_state(state.inner_opt_state[0], plain[0])
+
+
+NUMBERS = {
+    "kernel": MatrixDimensionNumbers(1, 0),
+    "stack": MatrixDimensionNumbers((0, 1), 2),
+    "bias": None,
+}
+
+
+@pytest.mark.parametrize(
+    "numbers", [None, NUMBERS, lambda _: NUMBERS], ids=["default", "tree", "function"]
+)
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_map_params(masked, numbers):
+    """Every tree of the state that follows the parameters is seen as one, the rest is not."""
+    tx = adapprox_jax.adapprox(
+        1e-2, weight_dimension_numbers=numbers, cosine_guidance=True, **FIXED
+    )
+    tx = optax.masked(tx, is_matrix(WITH_STACK)) if masked else tx
+    names = {name: name for name in WITH_STACK}
+
+    def is_masked(leaf):
+        return isinstance(leaf, optax.MaskedNode)
+
+    mapped = optax.tree.map_params(
+        tx,
+        lambda leaf, name: leaf if is_masked(leaf) else name,
+        tx.init(WITH_STACK),
+        names,
+        transform_non_params=lambda _: "other",
+        is_leaf=is_masked,
+    )
+    mapped = mapped.inner_state if masked else mapped
+    followed = {**names, "bias": optax.MaskedNode()} if masked else names
+    for field, tree in mapped[0]._asdict().items():
+        assert tree == ("other" if field in ("count", "key") else followed)
+    assert mapped[2].mu == followed
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+def test_map_params_leaves_a_state_that_goes_on(masked):
+    """A map that changes nothing, in the middle of a run, changes nothing."""
+    numbers = {"kernel": NUMBERS["kernel"], "bias": None}
+    tx = adapprox_jax.adapprox(1e-2, weight_dimension_numbers=numbers, **ADAPTIVE)
+    tx, grads = optax.masked(tx, is_matrix) if masked else tx, gradients(3)
+    params, state = run(tx, grads[:2])
+    mapped = optax.tree.map_params(tx, lambda leaf: leaf, state)
+    chex.assert_trees_all_equal(run(tx, grads[2:], params, mapped), run(tx, grads))
+
+
+@functools.cache
+def trained_population(rank, orthogonalization):
+    """Three models trained at once and alone: parameters and states of both."""
+    tx = adapprox_jax.adapprox(1e-2, orthogonalization=orthogonalization, **SETTINGS[rank])
+    one = WITH_STACK if orthogonalization == "qr" else PARAMS
+    params = [jax.tree.map(lambda p, i=i: p + i, one) for i in range(3)]
+    grads = [gradients(3, one, i, noise) for i, noise in enumerate((1.0, 0.3, 0.0))]
+    together = run(population(tx), list(map(stacked, zip(*grads, strict=True))), stacked(params))
+    return together, [run(tx, g, p) for g, p in zip(grads, params, strict=True)]
+
+
+@pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
+@each_rank
+def test_vmap_over_a_population(rank, orthogonalization):
+    """Models trained at once by jax.vmap end as those trained alone, each at its own ranks."""
+    (actual, state), alone = trained_population(rank, orthogonalization)
+    for index, (expected, plain) in enumerate(alone):
+        assert_same(member(actual, index), expected)
+        assert_same_state(member(state[0], index), plain[0])
+    ranks = set(np.asarray(state[0].rank["kernel"]).tolist())
+    assert len(ranks) == {"fixed": 1, "adaptive": 3}[rank]
+
+
+@each_rank
+def test_scan(rank):
+    """A run inside jax.lax.scan is a run in a Python loop, with the same ranks on the way."""
+    grads = gradients(4)
+
+    def body(carry, grad):
+        carry = step(PLAIN[rank], grad, *carry)
+        return carry, carry[1][0].rank
+
+    start = jax.tree.map(jnp.asarray, PARAMS), PLAIN[rank].init(PARAMS)
+    (actual, state), ranks = jit(partial(jax.lax.scan, body))(start, stacked(grads))
+    for index in range(4):
+        expected, plain = run(PLAIN[rank], grads[: index + 1])
+        chex.assert_trees_all_equal(member(ranks, index), plain[0].rank)
+    assert_same(actual, expected)
+    assert_same_state(state[0], plain[0])
+
+
+def test_checkpoint():
+    """A loss whose activations are computed again in the backward pass trains the same."""
+    rng = np.random.default_rng(0)
+    shapes = {"hidden": (24, 40), "out": (40, 16), "x": (32, 24), "y": (32, 16)}
+    params = {name: jnp.asarray(rng.normal(size=shape)) / 5 for name, shape in shapes.items()}
+    x, y = params.pop("x"), params.pop("y")
+
+    def loss(params):
+        return jnp.mean((jnp.tanh(x @ params["hidden"]) @ params["out"] - y) ** 2)
+
+    def train(loss):
+        one = jit(lambda p, s: step(PLAIN["adaptive"], jax.grad(loss)(p), p, s))
+        carry = params, PLAIN["adaptive"].init(params)
+        for _ in range(4):
+            carry = one(*carry)
+        return carry
+
+    actual, state = train(jax.checkpoint(loss))
+    expected, plain = train(loss)
+    assert loss(expected) < loss(params)
+    assert_same(actual, expected)
+    assert_same_state(state[0], plain[0])
+
+
+@each_rank
+def test_donation(rank):
+    """Parameters and state may give their memory to the next step, and training is the same."""
+    update = jit(partial(step, PLAIN[rank]), donate_argnums=(1, 2))
+    params, state = jax.tree.map(jnp.array, PARAMS), PLAIN[rank].init(PARAMS)
+    grads = gradients(4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*donated")  # what JAX cannot use
+        for grad in grads:
+            given = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.size > 2]
+            params, state = update(grad, params, state)
+            # All but the key and the placeholders, which are passed on as they are.
+            assert all(leaf.is_deleted() for leaf in given)
+    chex.assert_trees_all_equal((params, state), run(PLAIN[rank], grads))
+
+
+def test_extra_arguments_are_ignored():
+    """What other transformations of a chain need does not disturb."""
+    tx, grads = PLAIN["adaptive"], gradients(2)
+    actual = run(tx, grads, value=1.0, grad=grads[0], unknown=jnp.zeros(3))
+    chex.assert_trees_all_equal(actual, run(tx, grads))
+
+
+@pytest.mark.parametrize(
+    ("changed", "rank"),
+    [("in the state", "fixed"), ("in the state", "adaptive"), ("by a schedule", "adaptive")],
+)
+def test_inject_hyperparams(changed, rank):
+    """A rate changed in mid-run is followed from there on, as that of a plain schedule."""
+    schedule, grads = optax.piecewise_constant_schedule(1e-2, {2: 0.1}), gradients(4)
+    if changed == "in the state":
+        tx = inject(1e-2, **SETTINGS[rank])
+        params, state = run(tx, grads[:2])
+        state.hyperparams["learning_rate"] = jnp.asarray(1e-3)
+        actual, state = run(tx, grads[2:], params, state)
+    else:
+        actual, state = run(inject(schedule, **SETTINGS[rank]), grads)
+    expected, plain = run(adapprox_jax.adapprox(schedule, **SETTINGS[rank]), grads)
+    assert_same(actual, expected)
+    assert_same_state(state.inner_state[0], plain[0])
+
+
+@pytest.mark.parametrize("name", ["mu_dtype", "factor_dtype"])
+def test_inject_hyperparams_leaves_types_alone(name):
+    """A type such as jnp.bfloat16, which is callable, is not taken for a schedule."""
+    keywords = {name: jnp.bfloat16, **FIXED}
+    state = inject(1e-2, **keywords).init(PARAMS).inner_state
+    plain = adapprox_jax.adapprox(1e-2, **keywords).init(PARAMS)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, plain)
+
+
+WRAPPERS = {
+    "masked": lambda tx: optax.masked(tx, is_matrix),
+    "partition": lambda tx: optax.partition({"matrix": tx, "rest": optax.adamw(1e-2)}, labels),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
+    "reduce_on_plateau": lambda tx: optax.chain(tx, optax.contrib.reduce_on_plateau()),
+    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("adapprox", tx)),
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 4),
+    "inject_hyperparams": lambda _: inject(1e-2, **FIXED),
+    "population": population,
+}
+
+
+@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "population"])
+def test_rank_report_of_nested_states(wrapper):
+    """The report names the factored leaves, and no others, with what they hold."""
+    tx = PLAIN["fixed"]
+    report = adapprox_jax.rank_report(WRAPPERS[wrapper](tx).init(WITH_STACK), WITH_STACK)
+    assert set(report) == {"['kernel']", "['stack']"}
+    chex.assert_trees_all_equal(report, adapprox_jax.rank_report(tx.init(WITH_STACK), WITH_STACK))
+
+
+@each_rank
+def test_rank_report_of_a_population(rank):
+    """The report of stacked models holds those of the models, one after the other."""
+    (params, state), alone = trained_population(rank, "qr")
+    report = adapprox_jax.rank_report(state, params)
+    assert set(report) == {"['kernel']", "['stack']"}
+    members = [adapprox_jax.rank_report(plain, params) for params, plain in alone]
+    for name, info in report.items():
+        infos = [report[name] for report in members]
+        assert info.shape == (3, *infos[0].shape)
+        assert info.capacity == infos[0].capacity
+        assert info.nbytes == sum(i.nbytes for i in infos)
+        assert info.dense_nbytes == sum(i.dense_nbytes for i in infos)
+        np.testing.assert_array_equal(info.rank, [i.rank for i in infos])
+        np.testing.assert_allclose(info.error, [i.error for i in infos], rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(info.drift, [i.drift for i in infos], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_state_nbytes_of_nested_states(wrapper):
+    """The bytes counted are those that init allocates, also for abstract parameters."""
+    tx = WRAPPERS[wrapper](PLAIN["fixed"])
+    params = stacked([WITH_STACK] * 3) if wrapper == "population" else WITH_STACK
+    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
+    assert adapprox_jax.state_nbytes(tx, params) == expected
+    assert adapprox_jax.state_nbytes(tx, jax.eval_shape(lambda: params)) == expected
