@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import optax
 
+from adapprox_jax.boxes import is_box, unbox
 from adapprox_jax.second_moment import ScaleByAdapproxState
 
 
@@ -26,8 +27,8 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
     """Rank, error and memory of every factored leaf of an optimizer state.
 
     Args:
-      opt_state: Any Optax state that holds a `ScaleByAdapproxState` somewhere, with concrete
-        arrays.
+      opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays: of
+        Optax's wrappers, of a Flax optimizer or train state, of a population under `jax.vmap`.
       params: The parameters that it was made for; only paths, shapes and dtypes are read.
 
     Returns:
@@ -42,19 +43,15 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
       >>> report["['kernel']"].rank, report["['kernel']"].nbytes
       (4, 12288)
     """
-    shapes = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-    }
+    shapes = dict(_named_leaves(params))
     report = {}
     states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState))
     for state in (s for s in states if isinstance(s, ScaleByAdapproxState)):
         columns = [jax.tree.leaves(tree) for tree in (state.q, state.u, state.error, state.drift)]
-        ranks, _ = jax.tree_util.tree_flatten_with_path(state.rank)
-        for (path, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
-            if q.ndim == 0:
+        ranks = _named_leaves(state.rank)
+        for (name, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
+            if q.ndim == rank.ndim:  # dense, also in a state that `jax.vmap` has stacked
                 continue
-            name = jax.tree_util.keystr(path)
             param = shapes[name]
             norm = np.sqrt(np.sum(np.square(np.asarray(u, np.float64)), axis=(-2, -1)))
             report[name] = RankInfo(
@@ -87,6 +84,11 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
     """
     state = jax.eval_shape(tx.init, params)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return [(jax.tree_util.keystr(path), unbox(leaf)) for path, leaf in leaves]
 
 
 def _number(x: Any) -> Any:

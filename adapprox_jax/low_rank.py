@@ -168,7 +168,13 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
             factor, basis, left_side=False, lower=True, transpose_a=True
         )
     deviation = jnp.max(jnp.abs(matmul(basis.T, basis) - eye))
-    return jax.lax.cond(deviation < 10 * epsilon, lambda: basis, lambda: orthonormalize_qr(matrix))
+    # A loop of at most one round, and no `cond`, which under `jax.vmap` would always run both.
+    _, basis = jax.lax.while_loop(
+        lambda carry: carry[0],
+        lambda _: (jnp.bool(False), orthonormalize_qr(matrix)),
+        (~(deviation < 10 * epsilon), basis),
+    )
+    return basis
 
 
 _ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {

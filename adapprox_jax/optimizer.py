@@ -30,9 +30,11 @@ PAPER: dict[str, Any] = {
     "min_dim_size_to_factor": 1,
 }
 
-# What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, and
-# functions that are no schedules.
+# What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, and what
+# can be called without being a schedule, as types can.
 STATIC_ARGS = (
+    "mu_dtype",
+    "mask",
     "initial_rank",
     "max_rank",
     "rank_interval",
@@ -41,8 +43,8 @@ STATIC_ARGS = (
     "oversampling",
     "min_dim_size_to_factor",
     "weight_dimension_numbers",
+    "factor_dtype",
     "key",
-    "mask",
 )
 
 

@@ -1,0 +1,171 @@
+"""Flax: nnx.Optimizer, Linen's TrainState, and boxes whose metadata describes what is in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import adapprox_jax
+
+pytest.importorskip("flax")
+
+import flax.linen as nn
+from flax import nnx
+from flax.training.train_state import TrainState
+
+TX = adapprox_jax.adapprox(1e-2, max_rank=2, min_dim_size_to_factor=1)
+INPUTS = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
+FACTORED = {"q": ("x", None), "u": ("y", None), "rank": (), "error": (), "drift": (), "nu": ()}
+
+
+class NnxModel(nnx.Module):
+    def __init__(self, named, rngs):
+        def kernel(*names):
+            init = nnx.initializers.lecun_normal()
+            return nnx.with_partitioning(init, names) if named else init
+
+        self.a = nnx.Linear(24, 40, kernel_init=kernel("x", "y"), rngs=rngs)
+        self.b = nnx.Linear(40, 24, kernel_init=kernel("y", None), rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(nnx.relu(self.a(x)))
+
+
+class LinenModel(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        x = nn.relu(nn.Dense(40, kernel_init=nn.with_partitioning(init, ("x", "y")))(x))
+        return nn.Dense(24, kernel_init=nn.with_partitioning(init, ("y", None)))(x)
+
+
+def auto_mesh():
+    return jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2))
+
+
+def train_nnx(model, steps=3):
+    optimizer = nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.mean((model(INPUTS) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    for _ in range(steps):
+        step(model, optimizer)
+    return optimizer
+
+
+def train_arrays(params, loss, steps=3):
+    state = TX.init(params)
+    for _ in range(steps):
+        updates, state = jax.jit(TX.update)(jax.jit(jax.grad(loss))(params), state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def assert_close(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_nnx_optimizer_with_metadata_trains_as_without():
+    with auto_mesh():
+        named = NnxModel(True, nnx.Rngs(0))
+        train_nnx(named)
+    plain = NnxModel(False, nnx.Rngs(0))
+    arrays = nnx.to_pure_dict(nnx.state(plain))
+
+    def loss(p):
+        hidden = nnx.relu(INPUTS @ p["a"]["kernel"] + p["a"]["bias"])
+        return jnp.mean((hidden @ p["b"]["kernel"] + p["b"]["bias"] - 1) ** 2)
+
+    expected = train_arrays(arrays, loss)
+    train_nnx(plain)
+    assert_close(nnx.to_pure_dict(nnx.state(plain)), expected)
+    assert_close(nnx.to_pure_dict(nnx.state(named)), expected)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_nnx_metadata_describes_the_factors(steps):
+    with auto_mesh():
+        model = NnxModel(True, nnx.Rngs(0))
+        state = train_nnx(model, steps).opt_state[0]
+    for field, names in FACTORED.items():
+        variable = getattr(state, field)["a"]["kernel"]
+        assert variable.get_metadata("out_sharding") == names
+        assert len(names) == jnp.ndim(variable.get_value())
+
+
+def test_nnx_report_names_the_parameters():
+    model = NnxModel(False, nnx.Rngs(0))
+    optimizer = train_nnx(model)
+    report = adapprox_jax.rank_report(optimizer.opt_state, nnx.state(model, nnx.Param))
+    assert set(report) == {"['a']['kernel']", "['b']['kernel']"}
+    assert report["['a']['kernel']"].capacity == 2
+
+
+def test_linen_boxes_describe_the_factors_and_survive_training():
+    model = LinenModel()
+    boxed = model.init(jax.random.key(0), INPUTS)["params"]
+    train = TrainState.create(apply_fn=model.apply, params=boxed, tx=TX)
+
+    def loss(params):
+        return jnp.mean((model.apply({"params": params}, INPUTS) - 1) ** 2)
+
+    step = jax.jit(lambda train: train.apply_gradients(grads=jax.grad(loss)(train.params)))
+    structure = jax.tree.structure(train.opt_state)
+    for _ in range(3):
+        train = step(train)
+    assert jax.tree.structure(train.opt_state) == structure
+    for field, names in FACTORED.items():
+        box = getattr(train.opt_state[0], field)["Dense_0"]["kernel"]
+        assert box.names == names
+        assert len(names) == jnp.ndim(box.value)
+    assert train.opt_state[2].mu["Dense_0"]["kernel"].names == ("x", "y")
+    expected = train_arrays(nn.unbox(boxed), loss)
+    assert_close(nn.unbox(train.params), expected)
+    report = adapprox_jax.rank_report(train.opt_state, train.params)
+    assert set(report) == {"['Dense_0']['kernel']", "['Dense_1']['kernel']"}
+
+
+def test_boxes_under_guidance_and_dimension_numbers():
+    numbers = adapprox_jax.MatrixDimensionNumbers(0, (1, 2))
+    params = {"heads": nn.Partitioned(jnp.ones((24, 4, 8)), names=("model", "heads", None))}
+    tx = adapprox_jax.adapprox(
+        1e-2,
+        max_rank=2,
+        min_dim_size_to_factor=1,
+        cosine_guidance=True,
+        weight_dimension_numbers={"heads": numbers},
+    )
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(params, state, params)
+    assert updates["heads"].names == params["heads"].names
+    assert after[0].u["heads"].names == ("heads", None)  # of merged axes the first leads
+    assert after[0].u["heads"].value.shape == (32, 2)
+
+
+def test_scanned_linen_layers_are_stacks_of_matrices():
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return nn.relu(nn.Dense(24)(x)), None
+
+    def params_of(axis):
+        scan = nn.scan(Block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)
+        return scan().init(jax.random.key(0), INPUTS, None)["params"]["Dense_0"]
+
+    for axis in (0, 1):
+        params = {"kernel": params_of(axis)["kernel"]}
+        state = TX.init(params)[0]
+        assert state.q["kernel"].shape == (3, 24, 2)
+        updates, _ = jax.jit(TX.update)(params, TX.init(params), params)
+        slices = jnp.moveaxis(params["kernel"], axis, 0)
+        for i in range(3):
+            alone = {"kernel": slices[i]}
+            expected, _ = jax.jit(TX.update)(alone, TX.init(alone), alone)
+            actual = jnp.moveaxis(updates["kernel"], axis, 0)[i]
+            np.testing.assert_allclose(actual, expected["kernel"], rtol=1e-4, atol=1e-7)

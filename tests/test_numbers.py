@@ -1,0 +1,230 @@
+"""Types and magnitudes: half precision, float64, tiny, huge and zero gradients, unusual shapes."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+SETTINGS = {
+    "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
+    "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1, min_dim_size_to_factor=1),
+    "cholesky": dict(max_rank=4, orthogonalization="cholesky", min_dim_size_to_factor=1),
+    "guided": dict(max_rank=4, cosine_guidance=True, min_dim_size_to_factor=1),
+    "corrected": dict(max_rank=4, bias_correction=True, min_dim_size_to_factor=1),
+    "paper": adapprox_jax.PAPER,
+}
+each_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+RNG = np.random.default_rng(0)
+SCALES = np.exp(RNG.normal(size=(24, 1)) + RNG.normal(size=(1, 40)))
+
+
+def gradient(seed, shape=(24, 40), dtype=jnp.float32):
+    scales = SCALES if shape[-2:] == SCALES.shape else 1
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scales, dtype)
+
+
+def run(settings, grads, params):
+    """The last update and state of a run at a rate of 1, without decay."""
+    tx = adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
+    state, update = tx.init(params), jax.jit(tx.update)
+    for grad in grads:
+        updates, state = update(grad, state, params)
+    return updates, state
+
+
+@each_setting
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_differs_from_float32_by_its_rounding_alone(settings, dtype):
+    grads = [gradient(seed, dtype=dtype) for seed in range(5)]
+    updates, state = run(settings, grads, jnp.ones((24, 40), dtype))
+    wide = [grad.astype(jnp.float32) for grad in grads]
+    expected, _ = run(settings, wide, jnp.ones((24, 40)))
+    assert updates.dtype == dtype
+    assert state[0].q.dtype == state[0].u.dtype == jnp.float32
+    epsilon = float(jnp.finfo(dtype).eps)
+    difference = np.linalg.norm(np.asarray(updates, np.float32) - expected)
+    # The average is kept in half precision too: a few roundings.
+    assert difference < 4 * epsilon * np.linalg.norm(expected)
+
+
+@each_setting
+def test_float64_is_kept_in_x64_mode(settings):
+    with jax.enable_x64(True):
+        grads = [gradient(seed, dtype=jnp.float64) for seed in range(3)]
+        params = jnp.ones((24, 40), jnp.float64)
+        updates, state = run(settings, grads, params)
+        assert updates.dtype == state[0].q.dtype == state[0].u.dtype == jnp.float64
+        tx = adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
+        halves = [grad.astype(jnp.bfloat16) for grad in grads]
+        updates, state = run(settings, halves, params.astype(jnp.bfloat16))
+        assert updates.dtype == jnp.bfloat16
+        assert state[0].q.dtype == jnp.float32
+
+
+@each_setting
+@pytest.mark.parametrize("magnitude", [1e-20, 1e-12, 1e15])
+def test_magnitude_of_gradients(settings, magnitude):
+    """Without eps the updates do not depend on the scale, where squares do not vanish."""
+    grads = [gradient(seed) for seed in range(6)]
+    settings = {**settings, "eps": 1e-30}
+    actual, state = run(settings, [g * magnitude for g in grads], jnp.ones((24, 40)))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((actual, state)))
+    if magnitude > 1e-20:  # 1e-40 is no normal float32
+        expected, _ = run(settings, grads, jnp.ones((24, 40)))
+        np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-3)
+
+
+@each_setting
+def test_rows_that_get_no_gradient_stay_where_they_are(settings):
+    """Of an embedding, of which each batch sees some rows and never all."""
+    grads = []
+    for seed in range(20):
+        seen = np.random.default_rng(seed).choice(20, size=6, replace=False)
+        mask = np.zeros((24, 1), np.float32)
+        mask[seen] = 1
+        grads.append(gradient(seed) * mask)
+    settings = {**settings, "b1": 0.0, "cosine_guidance": False}
+    updates, state = run(settings, grads, jnp.ones((24, 40)))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((updates, state)))
+    assert not np.any(updates[20:])
+    assert not np.any(updates[np.all(grads[-1] == 0, axis=1)])
+
+
+@each_setting
+def test_a_leaf_without_gradients_stays_and_may_begin_late(settings):
+    zero = jnp.zeros((24, 40))
+    updates, state = run(settings, [zero] * 25, jnp.ones((24, 40)))
+    assert not np.any(updates)
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+    late, state = run(settings, [zero] * 5 + [gradient(0)] * 5, jnp.ones((24, 40)))
+    assert np.all(np.isfinite(late))
+    assert np.any(late)
+    back, state = run(settings, [gradient(0)] * 3 + [zero] * 25, jnp.ones((24, 40)))
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((back, state)))
+
+
+SHAPES = [(), (0,), (0, 5), (0, 24, 40), (3, 0, 40), (1, 1), (1, 40), (40, 1), (2, 3), (5, 4)]
+SHAPES += [(3, 4, 5), (7, 7, 3, 64), (1, 24, 40), (24, 1, 40), (2, 3, 24, 40), (9, 8)]
+
+
+@each_setting
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape(settings, shape):
+    """Where min(m, n) is below the rank plus oversampling, too."""
+    updates, state = run(settings, [gradient(s, shape) for s in range(3)], jnp.ones(shape))
+    assert updates.shape == shape
+    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((updates, state)))
+    assert np.all(updates != 0)
+
+
+@each_setting
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_stack_along_any_axis_is_its_slices(settings, axis):
+    count = {0: 30, 1: 3, 2: 3}[axis]  # in front even of matrices with fewer rows than layers
+    magnitudes = np.geomspace(1, 100, count)[:, None, None]
+    grads = [gradient(seed, (count, 24, 40)) * magnitudes for seed in range(12)]
+    numbers = adapprox_jax.MatrixDimensionNumbers(*((1, 2), (0, 2), (0, 1))[axis])
+    if axis < 2:
+        numbers = None
+    stacked, state = run(
+        {**settings, "weight_dimension_numbers": numbers},
+        [np.moveaxis(grad, 0, axis) for grad in grads],
+        jnp.ones(np.moveaxis(grads[0], 0, axis).shape),
+    )
+    for i in (0, 1, count - 1):
+        alone, own = run(settings, [grad[i] for grad in grads], jnp.ones((24, 40)))
+        np.testing.assert_allclose(np.moveaxis(stacked, axis, 0)[i], alone, rtol=1e-3, atol=1e-6)
+        assert state[0].rank[i] == own[0].rank
+        np.testing.assert_allclose(state[0].error[i], own[0].error, rtol=1e-3, atol=1e-6)
+
+
+def test_growth_is_paid_for_by_the_matrices_that_grow_alone():
+    """The branch of the adaptive rank stays a branch in a stack: the function that says how many
+    columns to add runs for no other matrix and in no other step."""
+    calls = []
+
+    def growth(error):
+        jax.debug.callback(lambda _: calls.append(1), error)
+        return jnp.asarray(2, jnp.int32)
+
+    simple = np.outer(np.arange(1, 25), np.arange(1, 41)) * np.sign(gradient(0))
+    settings = dict(initial_rank=1, max_rank=7, error_threshold=0.05, min_dim_size_to_factor=1)
+    tx = adapprox_jax.scale_by_adapprox(**settings, rank_interval=4, rank_growth=growth)
+    stack = jnp.stack([simple, gradient(0), simple])  # of rank 1, of full rank, of rank 1
+    state, update, counts = tx.init(stack), jax.jit(tx.update), []
+    for _ in range(5):
+        _, state = update(stack, state)
+        jax.block_until_ready(state)
+        jax.effects_barrier()
+        counts.append(len(calls))
+    assert list(state.rank) == [1, 7, 1]
+    assert counts == [3, 3, 3, 3, 6]
+
+
+BAD_LEAVES = [jnp.complex64, jnp.int32, jnp.bool]
+
+
+@pytest.mark.parametrize("dtype", BAD_LEAVES)
+def test_complex_and_integer_leaves_are_named(dtype):
+    tx = adapprox_jax.adapprox(1e-3)
+    params = {"layer": {"bad": jnp.ones((4, 4), dtype), "good": jnp.ones(3)}}
+    name = jnp.dtype(dtype).name
+    with pytest.raises(TypeError, match=rf"\['layer'\]\['bad'\]: the parameter has type {name}; "):
+        tx.init(params)
+    state = tx.init({"layer": {"bad": jnp.ones((4, 4)), "good": jnp.ones(3)}})
+    with pytest.raises(TypeError, match=rf"\['layer'\]\['bad'\]: the gradient has type {name}; "):
+        tx.update(params, state, params)
+
+
+PARAMS = {"a": jnp.ones((24, 40)), "b": jnp.ones(40)}
+
+
+def misfit(grads=PARAMS, made_for=PARAMS, params=PARAMS, made_with=(), **settings):
+    settings = {"max_rank": 4, "min_dim_size_to_factor": 1, **settings}
+    state = adapprox_jax.adapprox(1e-3, **{**settings, **dict(made_with)}).init(made_for)
+    adapprox_jax.adapprox(1e-3, **settings).update(grads, state, params)
+
+
+def test_gradients_that_do_not_fit_the_state_are_named():
+    with pytest.raises(ValueError, match=r"\['b'\]: got none in the gradients; expected a leaf"):
+        misfit(grads={"a": PARAMS["a"]})
+    with pytest.raises(ValueError, match=r"\['c'\]: got a leaf in the gradients; expected none"):
+        misfit(grads={**PARAMS, "c": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"\['b'\]: the gradient of shape \(7,\).* \(40,\)"):
+        misfit(grads={**PARAMS, "b": jnp.ones(7)})
+    with pytest.raises(ValueError, match=r"\['a'\]: .* \(24, 41\) .* factors of \(24, 40\)"):
+        misfit(grads={**PARAMS, "a": jnp.ones((24, 41))})
+
+
+def test_a_state_made_with_other_settings_is_named():
+    stack = {"a": jnp.ones((3, 24, 40))}
+    numbers = {"a": adapprox_jax.MatrixDimensionNumbers((0, 1), 2)}
+    with pytest.raises(ValueError, match=r"\['a'\]: .*other weight_dimension_numbers"):
+        misfit(stack, stack, stack, made_with={"weight_dimension_numbers": numbers})
+    with pytest.raises(ValueError, match="guided_ema got a state of type EmptyState; expected"):
+        misfit(made_with={"b1": 0.0})
+    with pytest.raises(ValueError, match="scale_by_adapprox got a state of type tuple; expected"):
+        adapprox_jax.scale_by_adapprox().update(PARAMS, (), PARAMS)
+
+
+def test_settings_that_the_state_decides_may_change():
+    """The width of the buffers, and which leaves are factored, are read from the state."""
+    misfit(made_with={"max_rank": 6})
+    misfit(made_with={"min_dim_size_to_factor": 1000})
+    misfit(made_with={"initial_rank": 1})
+
+
+def test_missing_params_where_decay_needs_them():
+    with pytest.raises(ValueError, match="params"):
+        misfit(params=None)
+
+
+def test_integers_that_decide_shapes_must_not_be_injected():
+    tx = optax.inject_hyperparams(adapprox_jax.adapprox)(1e-3)
+    with pytest.raises(ValueError, match=r"is traced; .* static_args=adapprox_jax\.STATIC_ARGS"):
+        jax.jit(tx.init)(PARAMS)
