@@ -102,9 +102,8 @@ def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def frobenius_norm(matrix: jax.Array) -> jax.Array:
-    """Frobenius norm of a matrix of any scale, a scalar."""
-    unit, scale = normalize(matrix)
-    return scale * jnp.linalg.norm(unit)
+    """Frobenius norm, a scalar; the matrix must be of a scale at which squares are numbers."""
+    return jnp.sqrt(jnp.sum(jnp.square(matrix)))
 
 
 def gaussian_start(key: jax.Array, width: int, n: int, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -201,15 +200,34 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     return matmul(q, turn.T), matmul(u, turn.T)
 
 
-def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
-    """The paper's xi, ||A - q u^T|| / ||A|| in the Frobenius norm; 0 for a zero matrix.
+def tail_errors(matrix: jax.Array, u: jax.Array, residual: jax.Array) -> jax.Array:
+    """The paper's xi of q @ u.T cut to its first k columns, for every k at once.
 
-    From the residual itself: ||A||^2 - ||u||^2 cancels in float32 below about 3e-3.
+    With q orthonormal and u = A^T q the residual of all columns is orthogonal to each column, so
+    that ||A - q_k u_k^T||^2 = ||A - q u^T||^2 + ||u_(k+1)||^2 + ... Sums of positive numbers: the
+    shorter ||A||^2 - ||u_k||^2 cancels in float32 below about 3e-3.
 
     Args:
-      matrix: A, (m, n), normalized.
+      matrix: A, (m, n).
+      u: (n, width).
+      residual: ||A - q u^T||, a scalar.
+
+    Returns:
+      (width,), the error of the first 1, 2, ... columns; zeros for a zero matrix.
+    """
+    energies = jnp.sum(jnp.square(u), axis=0)
+    left_out = jnp.append(jnp.cumsum(energies[:0:-1])[::-1], 0)  # of the columns after each
+    norm = frobenius_norm(matrix)
+    return jnp.sqrt(jnp.square(residual) + left_out) / jnp.where(norm == 0, 1, norm)
+
+
+def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
+    """xi, ||A - q u^T|| / ||A||, of any factors, from the residual itself; 0 for a zero matrix.
+
+    Args:
+      matrix: A, (m, n).
       q: (m, k).
       u: (n, k).
     """
-    norm = jnp.linalg.norm(matrix)
-    return jnp.linalg.norm(matrix - matmul(q, u.T)) / jnp.where(norm == 0, 1, norm)
+    norm = frobenius_norm(matrix)
+    return frobenius_norm(matrix - matmul(q, u.T)) / jnp.where(norm == 0, 1, norm)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -9,16 +10,20 @@ import jax.numpy as jnp
 
 from adapprox_jax.low_rank import (
     Orthogonalization,
+    frobenius_norm,
     gaussian_start,
     mask_columns,
+    matmul,
     normalize,
     relative_error,
     rotate_to_principal,
     subspace_iteration,
+    tail_errors,
 )
 from adapprox_jax.validation import require
 
 RankGrowth: TypeAlias = Callable[[jax.Array], jax.Array]
+_SMALLEST_SIZE = 16
 
 
 class Factors(NamedTuple):
@@ -85,6 +90,25 @@ def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
     return max(1, min(rank, short))
 
 
+def work_sizes(capacity: int, rows: int) -> tuple[int, ...]:
+    """The ranks for which there is code of its own: powers of two from 16 on, up to the buffers.
+
+    A rank is worked on with as many columns as the next of these has, whatever the buffers hold, so
+    that the cost follows the rank in use and nothing depends on the buffers.
+
+    Args:
+      capacity: Columns of the buffers.
+      rows: Rows of the matrix, its shorter side.
+
+    Returns:
+      Rising sizes, the last at least `capacity` and at most `rows`.
+    """
+    sizes = [_SMALLEST_SIZE]
+    while sizes[-1] < capacity:
+        sizes.append(2 * sizes[-1])
+    return tuple(min(size, rows) for size in sizes)
+
+
 def adaptive_srsi(
     matrix: jax.Array,
     previous_u: jax.Array,
@@ -93,7 +117,7 @@ def adaptive_srsi(
     key: jax.Array,
     *,
     initial_rank: int | None,
-    error_threshold: float,
+    error_threshold: jax.typing.ArrayLike,
     rank_interval: int,
     rank_growth: RankGrowth,
     power_iterations: int,
@@ -105,13 +129,14 @@ def adaptive_srsi(
 ) -> Factors:
     """Factors a matrix by S-RSI at the rank in use, or at one chosen anew every few steps.
 
-    All ranks share one subspace iteration at the width of the buffers, of which a smaller rank
-    takes the first columns; a step in which the rank is chosen costs one rotation and one
-    residual for each rank tried.
+    One subspace iteration tells the error at every rank up to its width (`low_rank.tail_errors`),
+    so that a choice of rank costs no more than a step without one, as long as it stays within one
+    of `work_sizes`.
 
     Args:
-      matrix: A, (m, n), float32 or wider.
-      previous_u: u of the last step, (n, capacity); its width is the largest rank.
+      matrix: A, (m, n), float32 or wider, of a scale at which its square neither overflows nor
+        vanishes.
+      previous_u: u of the last step, (n, capacity), at any scale; its width is the largest rank.
       previous_rank: Columns of it in use, int scalar.
       step: t, from 1, int scalar. The rank is chosen where (t - 1) mod rank_interval = 0.
       key: JAX random key of the Gaussian start.
@@ -120,8 +145,8 @@ def adaptive_srsi(
       rank_interval: Delta s, steps between choices of the rank.
       rank_growth: f, from the error to the columns to add; at least 1 is added.
       power_iterations: l.
-      oversampling: p; k + p is cut to min(m, n).
-      rotate: Take the best k of the k + p directions; else the first k, as printed.
+      oversampling: p, columns beyond the rank, or beyond its work size; at most m in all.
+      rotate: Take the best k of the columns worked on; else the first k, as printed.
       warm_start: Start from `previous_u`, with Gaussian columns where there is none.
       orthogonalization: "qr" or "cholesky".
       factor_dtype: Type in which q and u are kept. The error counts the rounding.
@@ -129,45 +154,84 @@ def adaptive_srsi(
     Returns:
       The factors, their rank and their error.
 
-    Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2 and 7.
+    Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
+    rows, columns = matrix.shape
     capacity = previous_u.shape[1]
     # As printed, oversampling changes nothing: the columns beyond the rank need not exist.
-    width = min(capacity + oversampling, *matrix.shape) if rotate else capacity
-    unit, scale = normalize(matrix)
-    start = gaussian_start(key, width, matrix.shape[1], unit.dtype)
-    if warm_start:
-        start = _warm(start, previous_u.astype(unit.dtype))
-    wide_q, wide_u = subspace_iteration(unit, start, power_iterations, orthogonalization)
+    extra = oversampling if rotate else 0
 
-    def truncated(rank: jax.Array) -> Factors:
-        q, u = wide_q, wide_u
+    def decompose(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        start = gaussian_start(key, width, columns, matrix.dtype)
+        if warm_start:
+            start = _warm(start, previous_u.astype(matrix.dtype))
+        q, u = subspace_iteration(matrix, start, power_iterations, orthogonalization)
+        residual = frobenius_norm(matrix - matmul(q, u.T))
         if rotate:
-            q, u = rotate_to_principal(q, mask_columns(u, rank + oversampling))
-        q = mask_columns(q[:, :capacity], rank).astype(factor_dtype)
-        u = mask_columns(u[:, :capacity], rank).astype(factor_dtype)
-        error = relative_error(unit, q.astype(unit.dtype), u.astype(unit.dtype))
+            q, u = rotate_to_principal(q, u)
+        return q, u, tail_errors(matrix, u, residual)
+
+    def truncated(q: jax.Array, u: jax.Array, errors: jax.Array, rank: jax.Array) -> Factors:
+        q = _fit(mask_columns(q, rank), capacity).astype(factor_dtype)
+        u = _fit(mask_columns(u, rank), capacity).astype(factor_dtype)
+        error = errors[jnp.minimum(rank, errors.shape[0]) - 1]
+        if q.dtype != matrix.dtype:
+            error = relative_error(matrix, q.astype(matrix.dtype), u.astype(matrix.dtype))
         return Factors(q, u, rank, error.astype(jnp.float32))
 
-    def grown(factors: Factors) -> Factors:
-        more = jnp.maximum(rank_growth(factors.error), 1).astype(jnp.int32)
-        return truncated(jnp.minimum(factors.rank + more, capacity))
+    if initial_rank is None or initial_rank >= capacity:
+        q, u, errors = decompose(min(capacity + extra, rows))
+        return truncated(q, u, errors, jnp.asarray(capacity, jnp.int32))
 
-    if initial_rank is not None and initial_rank < capacity:
-        chosen_anew = (step - 1) % rank_interval == 0
-        factors = jax.lax.while_loop(
-            lambda f: chosen_anew & (f.error > error_threshold) & (f.rank < capacity),
-            grown,
-            truncated(jnp.where(chosen_anew, initial_rank, previous_rank).astype(jnp.int32)),
+    sizes = work_sizes(capacity, rows)
+    chosen_anew = (step - 1) % rank_interval == 0
+
+    def attempt(size: int, rank: jax.Array) -> tuple[Factors, jax.Array]:
+        """The factors of the first rank from `rank` on that will do, and the next to be tried."""
+        q, u, errors = decompose(min(size + extra, rows))
+
+        def next_rank(rank: jax.Array) -> jax.Array:
+            error = errors[jnp.minimum(rank, size) - 1]
+            grown = rank + jnp.maximum(rank_growth(error), 1).astype(jnp.int32)
+            enough = ~chosen_anew | (error <= error_threshold)
+            return jnp.where(enough, rank, jnp.minimum(grown, capacity))
+
+        def may_grow(ranks: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return (ranks[1] > ranks[0]) & (ranks[1] <= size)
+
+        rank, wanted = jax.lax.while_loop(
+            may_grow, lambda ranks: (ranks[1], next_rank(ranks[1])), (rank, next_rank(rank))
         )
-    else:
-        factors = truncated(jnp.asarray(capacity, jnp.int32))
-    return factors._replace(u=(factors.u * scale).astype(factor_dtype))  # exact: a power of two
+        return truncated(q, u, errors, rank), wanted
+
+    def at_size_of(rank: jax.Array) -> tuple[Factors, jax.Array]:
+        index = size_index(sizes, rank)
+        return jax.lax.switch(index, [partial(attempt, size) for size in sizes], rank)
+
+    first = jnp.where(chosen_anew, initial_rank, previous_rank).astype(jnp.int32)
+    empty = Factors(
+        jnp.zeros((rows, capacity), factor_dtype),
+        jnp.zeros((columns, capacity), factor_dtype),
+        jnp.int32(0),
+        jnp.float32(0),
+    )
+    factors, _ = jax.lax.while_loop(
+        lambda carry: carry[1] > carry[0].rank, lambda carry: at_size_of(carry[1]), (empty, first)
+    )
+    return factors
+
+
+def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:
+    """Index of the first of `sizes` that holds a rank."""
+    return jnp.sum(rank > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
+
+
+def _fit(matrix: jax.Array, width: int) -> jax.Array:
+    """Cuts a matrix to `width` columns, or adds columns of zeros."""
+    return jnp.pad(matrix[:, :width], ((0, 0), (0, max(width - matrix.shape[1], 0))))
 
 
 def _warm(start: jax.Array, previous_u: jax.Array) -> jax.Array:
     """Puts the non-zero columns of `previous_u` (n, capacity) over the first of `start`."""
-    width = start.shape[1]
-    directions, _ = normalize(previous_u)
-    directions = jnp.pad(directions, ((0, 0), (0, width - directions.shape[1])))
+    directions, _ = normalize(_fit(previous_u, start.shape[1]))
     return jnp.where(jnp.any(directions != 0, axis=0), directions, start)

@@ -33,10 +33,12 @@ from adapprox_jax.rank import (
     RankGrowth,
     adaptive_srsi,
     sigmoid_growth,
+    size_index,
+    work_sizes,
 )
 from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.tree_checks import check_state, check_trees, check_types
-from adapprox_jax.validation import require, require_choice, require_integer
+from adapprox_jax.validation import is_zero, require, require_choice, require_integer
 
 Approximate: TypeAlias = Literal["moment", "root"]
 APPROXIMATIONS = ("moment", "root")
@@ -152,7 +154,6 @@ def scale_by_adapprox(
     seed_or_key, key_impl = _check_key(key)
     factorize = partial(
         adaptive_srsi,
-        initial_rank=initial_rank,
         rank_interval=rank_interval,
         rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
         power_iterations=power_iterations,
@@ -205,7 +206,11 @@ def scale_by_adapprox(
             check_leaf(jax.tree_util.keystr(path), grad, numbers, LeafState(*fields))
             operands = unbox(grad), LeafState(*map(unbox, fields))
             one_step = partial(
-                update_leaf, numbers=numbers, approximate=approximate, factorize=factorize
+                update_leaf,
+                numbers=numbers,
+                approximate=approximate,
+                initial_rank=initial_rank,
+                factorize=factorize,
             )
             scaled, new = with_automatic_axes(one_step, operands)(scalars, *operands)
             return rebox(grad, scaled), LeafState(*map(rebox, fields, new))
@@ -241,6 +246,7 @@ def update_leaf(
     *,
     numbers: MatrixDimensionNumbers | None,
     approximate: Approximate,
+    initial_rank: int | None,
     factorize: Factorize,
 ) -> tuple[jax.Array, LeafState]:
     """One step for one leaf: of each of its matrices, or of its dense second moment.
@@ -251,6 +257,7 @@ def update_leaf(
       state: The leaf's state.
       numbers: Which axes form a matrix.
       approximate: What q @ u.T stands for.
+      initial_rank: k_init, as in `adaptive_srsi`.
       factorize: `adaptive_srsi` with its settings bound.
 
     Returns:
@@ -261,10 +268,15 @@ def update_leaf(
         nu = average(state.nu, wide, scalars.b2)
         scaled = divide_by_root(wide, nu, scalars).astype(grad.dtype)
         return scaled, state._replace(nu=nu.astype(state.nu.dtype))
+    step_matrix = partial(
+        update_matrix, approximate=approximate, initial_rank=initial_rank, factorize=factorize
+    )
+    if initial_rank is not None:  # so that under `jax.vmap`, too, a branch is taken or not
+        step_matrix = jax.custom_batching.sequential_vmap(step_matrix)
     view = matrix_view(grad.shape, numbers)
     batch, _, _ = view_shape(grad.shape, view)
     scaled, factors, drift = map_matrices(
-        lambda one: update_matrix(scalars, *one, approximate=approximate, factorize=factorize),
+        lambda one: step_matrix(scalars, *one),
         (to_matrices(wide, view), state.q, state.u, state.rank, state.drift),
         batch,
     )
@@ -281,6 +293,7 @@ def update_matrix(
     drift: jax.Array,
     *,
     approximate: Approximate,
+    initial_rank: int | None,
     factorize: Factorize,
 ) -> tuple[jax.Array, Factors, jax.Array]:
     """One step of Algorithm 3 for one matrix, up to the quotient.
@@ -293,13 +306,17 @@ def update_matrix(
       rank: Columns in use, int32 scalar.
       drift: Bound of the distance of q @ u.T from the exact second moment (its root, for "root").
       approximate: What q @ u.T stands for.
+      initial_rank: k_init, as in `adaptive_srsi`.
       factorize: `adaptive_srsi` with its settings bound.
 
     Returns:
       The scaled gradient (m, n), the new factors, the new drift.
     """
-    previous = reconstruct(q.astype(grad.dtype), u.astype(grad.dtype), approximate)
-    second_moment = average(previous, grad, scalars.b2)
+    scale = unit_scale(grad, u, approximate)
+    factor_scale = scale if approximate == "root" else scale**2
+    unit_grad = grad / scale
+    previous = reconstruct(q, u.astype(grad.dtype) / factor_scale, rank, approximate, initial_rank)
+    second_moment = average(previous, unit_grad, scalars.b2)
     target = jnp.sqrt(second_moment) if approximate == "root" else second_moment
     factors = factorize(
         target,
@@ -307,20 +324,61 @@ def update_matrix(
         rank,
         scalars.step,
         scalars.key,
+        initial_rank=initial_rank,
         error_threshold=scalars.error_threshold,
         factor_dtype=q.dtype,
     )
-    drift = accumulate_drift(drift, factors.error, target, scalars.b2, approximate)
-    return divide_by_root(grad, second_moment, scalars), factors, drift
+    drift = accumulate_drift(
+        drift, factors.error, factor_scale * frobenius_norm(target), scalars.b2, approximate
+    )
+    factors = factors._replace(u=(factors.u * factor_scale).astype(u.dtype))
+    return divide_by_root(unit_grad, second_moment, scalars, scale), factors, drift
 
 
-def reconstruct(q: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
+def unit_scale(grad: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
+    """A power of two near the largest entries of a gradient and of the root of its old V.
+
+    Divided by it, squares neither overflow nor vanish, and to undo the division rounds nothing.
+    """
+    largest_u = jnp.max(jnp.abs(u)).astype(grad.dtype)
+    root = largest_u if approximate == "root" else jnp.sqrt(largest_u)
+    largest = jnp.maximum(jnp.max(jnp.abs(grad)), root)
+    _, exponent = jnp.frexp(largest)
+    exponent = jnp.where(largest > 0, jnp.clip(exponent, -60, 60), 0)  # its square, too, is normal
+    return jnp.ldexp(jnp.ones_like(largest), exponent)
+
+
+def reconstruct(
+    q: jax.Array,
+    u: jax.Array,
+    rank: jax.Array,
+    approximate: Approximate,
+    initial_rank: int | None,
+) -> jax.Array:
     """The second moment (m, n) that the factors stand for, with the product cut off at zero.
 
     A low-rank approximation of a positive matrix has negative entries from rank 2 on
     (docs/algorithm.md, 3).
+
+    Args:
+      q: (m, capacity).
+      u: (n, capacity), whose type is that of the result.
+      rank: Columns in use.
+      approximate: What q @ u.T stands for.
+      initial_rank: None, or `capacity` and above: all columns are in use.
     """
-    product = jnp.maximum(matmul(q, u.T), 0)
+    capacity = q.shape[1]
+
+    def product_of(width: int) -> jax.Array:
+        return matmul(q[:, :width].astype(u.dtype), u[:, :width].T)
+
+    if initial_rank is None or initial_rank >= capacity:
+        product = product_of(capacity)
+    else:
+        sizes = work_sizes(capacity, q.shape[0])
+        branches = [partial(product_of, min(size, capacity)) for size in sizes]
+        product = jax.lax.switch(size_index(sizes, rank), branches)
+    product = jnp.maximum(product, 0)
     return product**2 if approximate == "root" else product
 
 
@@ -329,16 +387,22 @@ def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> j
     return previous * b2 + jnp.square(grad) * (1 - b2)
 
 
-def divide_by_root(grad: jax.Array, second_moment: jax.Array, scalars: StepScalars) -> jax.Array:
-    """G / (sqrt(V / correction + eps_root) + eps), elementwise."""
-    root = jnp.sqrt(second_moment / scalars.correction + scalars.eps_root)
-    return grad / (root + scalars.eps)
+def divide_by_root(
+    grad: jax.Array,
+    second_moment: jax.Array,
+    scalars: StepScalars,
+    scale: jax.typing.ArrayLike = 1.0,
+) -> jax.Array:
+    """G / (sqrt(V / correction + eps_root) + eps), elementwise, of G / scale and V / scale^2."""
+    eps_root = scalars.eps_root if is_zero(scalars.eps_root) else scalars.eps_root / scale**2
+    root = jnp.sqrt(second_moment / scalars.correction + eps_root)
+    return grad / (root + scalars.eps / scale)
 
 
 def accumulate_drift(
     drift: jax.Array,
     error: jax.Array,
-    target: jax.Array,
+    norm: jax.Array,
     b2: jax.typing.ArrayLike,
     approximate: Approximate,
 ) -> jax.Array:
@@ -349,7 +413,7 @@ def accumulate_drift(
     factorization adds its own. Of the root, x -> sqrt(b2 x^2 + c) shrinks by sqrt(b2) at least.
     """
     decay = jnp.sqrt(b2) if approximate == "root" else b2
-    return (drift * decay + error * frobenius_norm(target)).astype(drift.dtype)
+    return (drift * decay + error * norm).astype(drift.dtype)
 
 
 def _as_trees(like: Any, leaf_states: Any) -> list[Any]:

@@ -71,14 +71,22 @@ def init(shape, s):
     return State(np.zeros((m, s.k_init)), np.zeros((n, s.k_init)), s.k_init, np.zeros(shape))
 
 
+def spare(k, s):
+    """An adaptive rank is worked on with p columns beyond the next power of two from 16 on."""
+    size = 16
+    while size < k:
+        size *= 2
+    return size - k + s.p
+
+
 def adaptive_srsi(a, k, t, start, s):
     """Algorithm 2."""
     if s.k_init >= s.k_max or (t - 1) % s.interval != 0:  # 2
-        q, u = srsi(a, k, start, s.l, s.p, s.rotate)
+        q, u = srsi(a, k, start, s.l, s.p if s.k_init >= s.k_max else spare(k, s), s.rotate)
         return q, u, k, ()
     k, tried = s.k_init, []
     while True:
-        q, u = srsi(a, k, start, s.l, s.p, s.rotate)
+        q, u = srsi(a, k, start, s.l, spare(k, s), s.rotate)
         xi = relative_error(a, q, u)
         tried.append(xi)
         if xi <= s.xi_thresh or k == s.k_max:  # 2

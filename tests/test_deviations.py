@@ -100,8 +100,8 @@ def test_3_low_rank_products_go_below_zero_and_are_cut_off():
     q, u = adapprox_jax.srsi(matrix, 4, KEY)
     product = q @ u.T
     assert float(product.min()) < 0
-    assert float(reconstruct(q, u, "moment").min()) == 0
-    assert not np.any(reconstruct(q, u, "root")[product < 0])  # else squared to above zero
+    assert float(reconstruct(q, u, 4, "moment", None).min()) == 0
+    assert not np.any(reconstruct(q, u, 4, "root", None)[product < 0])  # else squared to above zero
 
 
 @pytest.mark.parametrize("rank", [1, 4, 8])

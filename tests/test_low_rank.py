@@ -153,12 +153,17 @@ def test_cholesky_falls_back_to_householder_only_where_it_must(monkeypatch):
     assert np.all(np.isnan(low_rank.orthonormalize_cholesky(singular)))
 
 
-def test_frobenius_norm_of_any_scale():
-    for scale in (1e-30, 1.0, 1e30):
-        matrix = jnp.full((3, 4), scale)
-        np.testing.assert_allclose(
-            low_rank.frobenius_norm(matrix) / np.float32(scale), 12**0.5, rtol=1e-6
-        )
+@pytest.mark.parametrize("rotate", [True, False])
+def test_the_errors_at_every_rank_are_those_of_the_residuals(rotate):
+    matrix = jnp.asarray(with_spectrum(np.geomspace(1, 1e-4, 24), (24, 40)), jnp.float32)
+    start = low_rank.gaussian_start(jax.random.key(0), 17, 40, jnp.float32)
+    q, u = low_rank.subspace_iteration(matrix, start, 3, "qr")
+    residual = low_rank.frobenius_norm(matrix - q @ u.T)
+    if rotate:
+        q, u = low_rank.rotate_to_principal(q, u)
+    errors = low_rank.tail_errors(matrix, u, residual)
+    true = [error(np.asarray(matrix, np.float64), q[:, :k], u[:, :k]) for k in range(1, 18)]
+    np.testing.assert_allclose(errors, true / np.linalg.norm(matrix), rtol=0.01)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""Each speed and memory claim as a command that writes JSON and a picture."""

@@ -1,0 +1,40 @@
+"""The optimizers that are compared, each with momentum, clip and decay where it has them."""
+
+from collections.abc import Callable
+
+import optax
+
+import adapprox_jax
+
+RATE, DECAY = 1e-4, 0.1
+
+
+def _adafactor() -> optax.GradientTransformation:
+    """Adafactor's rank-1 second moment with the rest of Adapprox's chain, from Optax's parts."""
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.ema(0.9, debias=False),
+        optax.add_decayed_weights(DECAY),
+        optax.scale_by_learning_rate(RATE),
+    )
+
+
+def _adapprox(**settings: object) -> optax.GradientTransformation:
+    return adapprox_jax.adapprox(RATE, weight_decay=DECAY, **settings)
+
+
+CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
+    "adafactor": _adafactor,
+    "adapprox": _adapprox,
+    "adapprox rank 16": lambda: _adapprox(max_rank=16),
+    # Ranks of 1 to 16 in use in wide buffers: the gradients of `inputs.py` have such ranks.
+    "adapprox 1 to 16 of 192": lambda: _adapprox(
+        initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5
+    ),
+    "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
+    "sm3": lambda: optax.chain(optax.sm3(RATE), optax.add_decayed_weights(-RATE * DECAY)),
+    "galore": lambda: optax.contrib.galore(RATE, rank=16, weight_decay=DECAY),
+    "muon": lambda: optax.contrib.muon(RATE, weight_decay=DECAY),
+}
