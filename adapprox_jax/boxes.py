@@ -2,7 +2,8 @@
 
 A box is a pytree node around one array with a name for each of its axes: Linen's `nn.Partitioned`
 and nnx's `Variable`. They are known by their methods, so that Flax need not be installed. What is
-put into a box for the state of an optimizer must have metadata that describes it.
+put into a box for the state of an optimizer must have metadata that describes it. Under
+`optax.masked` a box may be empty: then it is none.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +15,19 @@ import jax
 _NNX_AXIS_ENTRIES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
 
 
-def is_box(x: Any) -> bool:
-    """Whether `x` is a Flax box around an array."""
+def is_flax_node(x: Any) -> bool:
+    """Whether `x` is one of Flax's boxes, whatever is in it."""
     return _is_linen(x) or _is_nnx(x)
+
+
+def is_box(x: Any) -> bool:
+    """Whether `x` is one of Flax's boxes around an array."""
+    return is_flax_node(x) and bool(jax.tree.leaves(x))
+
+
+def content(node: Any) -> Any:
+    """What is in one of Flax's boxes, an array or not."""
+    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
 
 
 def unbox(x: Any) -> Any:

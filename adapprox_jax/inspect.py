@@ -52,6 +52,8 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
         for (name, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
             if q.ndim == rank.ndim:  # dense, also in a state that `jax.vmap` has stacked
                 continue
+            if name not in shapes:
+                raise ValueError(f"{name}: the state has this leaf; the parameters given have not.")
             param = shapes[name]
             norm = np.sqrt(np.sum(np.square(np.asarray(u, np.float64)), axis=(-2, -1)))
             report[name] = RankInfo(

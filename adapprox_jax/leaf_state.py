@@ -52,7 +52,7 @@ def init_leaf(
       boxed like the axes of the parameter that they follow.
     """
     leaf = unbox(param)
-    dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+    dtype = jnp.promote_types(jax.dtypes.canonicalize_dtype(leaf.dtype), jnp.float32)
     view = matrix_view(leaf.shape, numbers)
     batch, rows, columns = view_shape(leaf.shape, view)
     capacity = resolve_capacity(max_rank, rows, columns)
@@ -105,11 +105,11 @@ def check_leaf(
         given = (*batch, rows, columns)
         q_shape, u_shape = unbox(state.q).shape, unbox(state.u).shape
         expected = (*q_shape[:-1], u_shape[-2])
-        what = f"is seen as matrices {given} (batch, rows, columns); its state has factors of"
+        what = f" is seen as matrices {given} (batch, rows, columns); its state has factors of"
     else:
         given, expected, what = shape, unbox(state.nu).shape, "; its state was made for"
     if given != expected:
         raise ValueError(
-            f"{path}: the gradient of shape {shape} {what} {expected}. Was the state made for other"
+            f"{path}: the gradient of shape {shape}{what} {expected}. Was the state made for other"
             " parameters or with other weight_dimension_numbers?"
         )

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 import optax
 
-from adapprox_jax.boxes import is_box
+from adapprox_jax.boxes import content, is_box, is_flax_node
 
 
 class MatrixDimensionNumbers(NamedTuple):
@@ -119,12 +120,26 @@ def resolve_dimension_numbers(
     given = weight_dimension_numbers
     if callable(given):
         given = given(tree)
-    return jax.tree.map(
-        lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree, is_leaf=is_box),
-        given,
-        tree,
-        is_leaf=lambda x: x is None or isinstance(x, MatrixDimensionNumbers),
-    )
+        # A function mapped over boxed parameters leaves its results in the boxes.
+        given = jax.tree.map(
+            lambda x: content(x) if is_flax_node(x) else x, given, is_leaf=_is_numbers
+        )
+    try:
+        return jax.tree.map(
+            lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree, is_leaf=is_box),
+            given,
+            tree,
+            is_leaf=_is_numbers,
+        )
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"weight_dimension_numbers is {given!r}; allowed: None, MatrixDimensionNumbers, a tree"
+            " of them that is a prefix of the parameters, or a function to such a tree."
+        ) from error
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or is_flax_node(x) or isinstance(x, MatrixDimensionNumbers)
 
 
 def map_matrices(
@@ -165,7 +180,7 @@ def _default_axes(shape: tuple[int, ...]) -> list[int]:
 
 
 def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    listed = (axes,) if isinstance(axes, int) else tuple(axes)
+    listed = (int(axes),) if isinstance(axes, int | np.integer) else tuple(axes)
     for axis in listed:
         if not -len(shape) <= axis < len(shape):
             raise ValueError(

@@ -37,7 +37,7 @@ from adapprox_jax.rank import (
     work_sizes,
 )
 from adapprox_jax.sharding import with_automatic_axes
-from adapprox_jax.tree_checks import check_state, check_trees, check_types
+from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
 from adapprox_jax.validation import is_zero, require, require_choice, require_integer
 
 Approximate: TypeAlias = Literal["moment", "root"]
@@ -203,7 +203,7 @@ def scale_by_adapprox(
         def update_boxed(
             path: Any, grad: Any, numbers: MatrixDimensionNumbers | None, *fields: Any
         ) -> tuple[Any, LeafState]:
-            check_leaf(jax.tree_util.keystr(path), grad, numbers, LeafState(*fields))
+            check_leaf(leaf_name(path), grad, numbers, LeafState(*fields))
             operands = unbox(grad), LeafState(*map(unbox, fields))
             one_step = partial(
                 update_leaf,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from adapprox_jax.boxes import select_axes
 
@@ -35,9 +35,13 @@ def full_along(
       The array.
     """
     full = jnp.full(shape, value, dtype)
-    if not _is_explicit():
+    explicit = _explicit_sharding(leaf)
+    if explicit is None:
         return full
-    return jax.sharding.reshard(full, PartitionSpec(*select_axes(_spec(leaf), axes)))
+    spec = PartitionSpec(*select_axes(explicit.spec, axes))
+    if not isinstance(leaf, jax.core.Tracer) and isinstance(leaf.sharding.mesh, Mesh):
+        return jax.device_put(full, NamedSharding(leaf.sharding.mesh, spec))
+    return jax.sharding.reshard(full, NamedSharding(explicit.mesh, spec))
 
 
 def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Callable[..., Any]:
@@ -50,18 +54,25 @@ def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Call
     Returns:
       A function of the same arguments and results.
     """
-    if not _is_explicit():
+    shardings = jax.tree.map(_explicit_sharding, results_like)
+    explicit = [sharding for sharding in jax.tree.leaves(shardings) if sharding is not None]
+    if not explicit:
         return function
-    out_sharding = jax.tree.map(_spec, results_like)
+    replicated = NamedSharding(explicit[0].mesh, PartitionSpec())
+    out_sharding = jax.tree.map(
+        lambda _, sharding: replicated if sharding is None else sharding, results_like, shardings
+    )
     return jax.sharding.auto_axes(function, out_sharding=out_sharding)
 
 
-def _is_explicit() -> bool:
-    return bool(jax.sharding.get_abstract_mesh().explicit_axes)
-
-
-def _spec(leaf: Any) -> PartitionSpec:
-    sharding = (
-        leaf.sharding if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).sharding
+def _explicit_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding in the type of an array, or of an abstract one; None without explicit axes."""
+    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+    sharding = leaf.sharding if is_abstract else jax.typeof(leaf).sharding
+    has_spec = isinstance(sharding, NamedSharding) and bool(sharding.mesh.axis_names)
+    if not has_spec:
+        return None
+    abstract = (
+        sharding.mesh.abstract_mesh if hasattr(sharding.mesh, "abstract_mesh") else sharding.mesh
     )
-    return PartitionSpec() if sharding is None else sharding.spec
+    return NamedSharding(abstract, sharding.spec) if abstract.explicit_axes else None

@@ -4,16 +4,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.boxes import is_box, unbox
+
+
+def leaf_name(path: Any) -> str:
+    """A leaf's path for a message; parameters may be a single array, which has none."""
+    return jax.tree_util.keystr(path) or "the only leaf"
 
 
 def check_types(tree: Any, what: str) -> None:
     """Raises TypeError for the first leaf that is not of a real floating-point type."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-        dtype = jnp.result_type(unbox(leaf))
-        if not jnp.issubdtype(dtype, jnp.floating):
-            name = jax.tree_util.keystr(path)
+        dtype = getattr(unbox(leaf), "dtype", type(leaf).__name__)
+        if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)):
+            name = leaf_name(path)
             raise TypeError(
                 f"{name}: the {what} has type {dtype}; allowed: real floating-point types. Leave"
                 " other leaves out with optax.masked or optax.partition."
@@ -30,19 +36,28 @@ def check_state(state: Any, expected: type, transformation: str) -> None:
 
 
 def check_trees(updates: Any, state_tree: Any) -> None:
-    """Raises ValueError naming the first leaf that gradients have and a state has not, or v.v."""
+    """Raises ValueError naming the first place where gradients and a state differ in structure."""
     given, expected = (
         {
-            jax.tree_util.keystr(path)
-            for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+            leaf_name(path): "an array in a Flax box" if is_box(leaf) else "an array"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
         }
         for tree in (updates, state_tree)
     )
-    for name in sorted(given ^ expected):
-        got, wanted = ("a leaf", "none") if name in given else ("none", "a leaf")
+    for name in sorted(given.keys() | expected.keys()):
+        got, wanted = given.get(name, "none"), expected.get(name, "none")
+        if got != wanted:
+            raise ValueError(
+                f"{name}: got {got} in the gradients; expected {wanted}, as in the parameters that"
+                " the state was made for."
+            )
+    structures: list[Any] = [
+        jax.tree.structure(tree, is_leaf=is_box) for tree in (updates, state_tree)
+    ]
+    if structures[0] != structures[1]:
         raise ValueError(
-            f"{name}: got {got} in the gradients; expected {wanted}, as in the parameters that the"
-            " state was made for."
+            f"the gradients are a tree {structures[0]}; expected {structures[1]}, as in the"
+            " parameters that the state was made for."
         )
 
 
@@ -51,5 +66,5 @@ def check_shapes(updates: Any, state_tree: Any) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(updates)
     for (path, update), kept in zip(leaves, jax.tree.leaves(state_tree), strict=True):
         if update.shape != kept.shape:
-            name = jax.tree_util.keystr(path)
+            name = leaf_name(path)
             raise ValueError(f"{name}: got shape {update.shape}; expected {kept.shape}.")

@@ -169,3 +169,44 @@ def test_scanned_linen_layers_are_stacks_of_matrices():
             expected, _ = jax.jit(TX.update)(alone, TX.init(alone), alone)
             actual = jnp.moveaxis(updates["kernel"], axis, 0)[i]
             np.testing.assert_allclose(actual, expected["kernel"], rtol=1e-4, atol=1e-7)
+
+
+NUMBERS = adapprox_jax.MatrixDimensionNumbers(0, 1)
+BY_FUNCTION = {
+    "masked": optax.masked(TX, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
+    "partition": optax.partition(
+        {"ours": TX, "adamw": optax.adamw(1e-2)},
+        lambda tree: jax.tree.map(lambda x: "ours" if x.ndim > 1 else "adamw", tree),
+    ),
+    "numbers": adapprox_jax.adapprox(
+        1e-2,
+        max_rank=2,
+        min_dim_size_to_factor=1,
+        cosine_guidance=True,
+        weight_dimension_numbers=lambda tree: jax.tree.map(
+            lambda x: NUMBERS if x.ndim > 1 else None, tree
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("tx", BY_FUNCTION.values(), ids=BY_FUNCTION)
+def test_functions_mapped_over_boxes(tx):
+    """Masks, labels and dimension numbers made by mapping over parameters lie in their boxes."""
+    boxed = LinenModel().init(jax.random.key(0), INPUTS)["params"]
+    plain = nn.unbox(boxed)
+    update = jax.jit(tx.update)
+    actual, state = update(boxed, tx.init(boxed), boxed)
+    expected, _ = update(plain, tx.init(plain), plain)
+    assert_close(nn.unbox(actual), expected)
+    assert set(adapprox_jax.rank_report(state, boxed)) == {
+        "['Dense_0']['kernel']",
+        "['Dense_1']['kernel']",
+    }
+    model = NnxModel(False, nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.mean(model(INPUTS) ** 2))(model)
+    before = nnx.to_pure_dict(nnx.state(model))
+    optimizer.update(model, grads)
+    after = nnx.to_pure_dict(nnx.state(model))
+    assert all(np.any(after[layer]["kernel"] != before[layer]["kernel"]) for layer in "ab")

@@ -191,10 +191,14 @@ def misfit(grads=PARAMS, made_for=PARAMS, params=PARAMS, made_with=(), **setting
 
 
 def test_gradients_that_do_not_fit_the_state_are_named():
-    with pytest.raises(ValueError, match=r"\['b'\]: got none in the gradients; expected a leaf"):
+    with pytest.raises(ValueError, match=r"\['b'\]: got none in the gradients; expected an array"):
         misfit(grads={"a": PARAMS["a"]})
-    with pytest.raises(ValueError, match=r"\['c'\]: got a leaf in the gradients; expected none"):
+    with pytest.raises(ValueError, match=r"\['c'\]: got an array in the gradients; expected none"):
         misfit(grads={**PARAMS, "c": jnp.ones(3)})
+    with pytest.raises(ValueError, match=r"the gradients are a tree .*; expected "):
+        misfit(grads=[jnp.ones(3)], made_for=(jnp.ones(3),), params=(jnp.ones(3),))
+    with pytest.raises(ValueError, match="the only leaf: the gradient of shape"):
+        misfit(jnp.ones(7), jnp.ones(3), jnp.ones(3))
     with pytest.raises(ValueError, match=r"\['b'\]: the gradient of shape \(7,\).* \(40,\)"):
         misfit(grads={**PARAMS, "b": jnp.ones(7)})
     with pytest.raises(ValueError, match=r"\['a'\]: .* \(24, 41\) .* factors of \(24, 40\)"):
@@ -217,6 +221,11 @@ def test_settings_that_the_state_decides_may_change():
     misfit(made_with={"max_rank": 6})
     misfit(made_with={"min_dim_size_to_factor": 1000})
     misfit(made_with={"initial_rank": 1})
+
+
+def test_dimension_numbers_that_do_not_fit_are_shown():
+    with pytest.raises(ValueError, match=r"weight_dimension_numbers is .*; allowed: None, "):
+        misfit(weight_dimension_numbers={"a": None})
 
 
 def test_missing_params_where_decay_needs_them():

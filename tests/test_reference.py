@@ -99,7 +99,7 @@ def compare(
     state = tx.init(params)
     update = jax.jit(tx.update)
     expected_state = reference.init(SHAPE, s)
-    width = min(s.k_max + s.p, *SHAPE)
+    width = min(SHAPE)
     ranks = []
     for t, gradient in enumerate(structured_gradients(decades), start=1):
         key = jax.random.fold_in(jax.random.key(0), t)

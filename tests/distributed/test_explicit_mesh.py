@@ -144,3 +144,19 @@ def test_init_of_abstract_values_without_a_mesh():
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values(0))
     chex.assert_trees_all_equal(tx.init(shapes), tx.init(values(0)))
     assert jnp.shape(tx.init(shapes)[0].q["kernel"]) == (48, 4)
+
+
+def test_without_the_mesh_in_context():
+    """Arrays know the mesh that they lie on."""
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    params = {
+        name: jax.device_put(leaf, NamedSharding(mesh, SPECS[name]))
+        for name, leaf in values(0).items()
+    }
+    tx = adapprox_jax.adapprox(1e-2, **SETTINGS["fixed"])
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.map(described, types(after)) == jax.tree.map(described, types(state))
+    assert types(updates) == types(params)
