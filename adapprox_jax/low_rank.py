@@ -139,8 +139,7 @@ def subspace_iteration(
         q = orthonormalize(matmul(matrix, factors[1]))
         return q, matmul(matrix.T, q)
 
-    empty = jnp.zeros((matrix.shape[0], start.shape[1]), matrix.dtype)
-    return jax.lax.fori_loop(0, power_iterations, one_pass, (empty, start))
+    return jax.lax.fori_loop(1, power_iterations, one_pass, one_pass(0, (start, start)))
 
 
 def orthonormalize_qr(matrix: jax.Array) -> jax.Array:

@@ -187,22 +187,19 @@ def adaptive_srsi(
     chosen_anew = (step - 1) % rank_interval == 0
 
     def attempt(size: int, rank: jax.Array) -> tuple[Factors, jax.Array]:
-        """The factors of the first rank from `rank` on that will do, and the next to be tried."""
+        """The first rank from `rank` on that will do, or that is beyond `size`, and its factors."""
         q, u, errors = decompose(min(size + extra, rows))
 
-        def next_rank(rank: jax.Array) -> jax.Array:
+        def too_small(rank: jax.Array) -> jax.Array:
             error = errors[jnp.minimum(rank, size) - 1]
-            grown = rank + jnp.maximum(rank_growth(error), 1).astype(jnp.int32)
-            enough = ~chosen_anew | (error <= error_threshold)
-            return jnp.where(enough, rank, jnp.minimum(grown, capacity))
+            return chosen_anew & (error > error_threshold) & (rank < capacity)
 
-        def may_grow(ranks: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return (ranks[1] > ranks[0]) & (ranks[1] <= size)
+        def grown(rank: jax.Array) -> jax.Array:
+            more = jnp.maximum(rank_growth(errors[rank - 1]), 1).astype(jnp.int32)
+            return jnp.minimum(rank + more, capacity)
 
-        rank, wanted = jax.lax.while_loop(
-            may_grow, lambda ranks: (ranks[1], next_rank(ranks[1])), (rank, next_rank(rank))
-        )
-        return truncated(q, u, errors, rank), wanted
+        wanted = jax.lax.while_loop(lambda r: (r <= size) & too_small(r), grown, rank)
+        return truncated(q, u, errors, jnp.minimum(wanted, size)), wanted
 
     def at_size_of(rank: jax.Array) -> tuple[Factors, jax.Array]:
         index = size_index(sizes, rank)
@@ -216,7 +213,7 @@ def adaptive_srsi(
         jnp.float32(0),
     )
     factors, _ = jax.lax.while_loop(
-        lambda carry: carry[1] > carry[0].rank, lambda carry: at_size_of(carry[1]), (empty, first)
+        lambda carry: carry[0].rank < carry[1], lambda carry: at_size_of(carry[1]), (empty, first)
     )
     return factors
 
