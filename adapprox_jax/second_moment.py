@@ -72,7 +72,7 @@ def scale_by_adapprox(
     bias_correction: bool = False,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
-    error_threshold: float = 0.01,
+    error_threshold: jax.typing.ArrayLike = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
     power_iterations: int = 1,

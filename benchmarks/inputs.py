@@ -45,9 +45,9 @@ def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
             magnitude = rows @ columns.T / rank
         return 1e-3 * magnitude * jax.random.rademacher(sign, shape, jnp.float32)
 
-    make = jax.jit(make, static_argnums=(1, 2))
+    compiled = jax.jit(make, static_argnums=(1, 2))
     values = [
-        make(key, leaf.shape, i % largest_rank + 1)
+        compiled(key, leaf.shape, i % largest_rank + 1)
         for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True))
     ]
     return jax.tree.unflatten(treedef, values)

@@ -7,10 +7,10 @@ that choose ranks included. Memory is what the compiler plans (`memory_analysis`
 """
 
 import dataclasses
-import functools
 import json
 import pathlib
 import re
+import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -139,10 +139,10 @@ def main(
     """
     names = tuple(CONTENDERS) if contenders == ("all",) else contenders
     unknown = [name for name in names if name not in CONTENDERS]
-    if unknown or cycles < 1 or steps < 1:
-        raise SystemExit(
-            f"given: {names}, {cycles=}, {steps=}; allowed: {', '.join(CONTENDERS)}, 1+"
-        )
+    if unknown:
+        raise SystemExit(f"contenders has {unknown}; allowed: all, {', '.join(CONTENDERS)}.")
+    if min(cycles, steps, batch) < 1:
+        raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
     device = jax.devices()[0].device_kind
     if training_step:
         config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
@@ -159,8 +159,11 @@ def main(
         )
     what = f"training_step_{batch}" if training_step else "update_speed"
     result = {
-        "command": f"python -m benchmarks.update_speed --model {model} --cycles {cycles}"
-        + (f" --training-step --batch {batch}" if training_step else ""),
+        "command": shlex.join(
+            ["python", "-m", "benchmarks.update_speed", "--model", model, "--contenders", *names]
+            + ["--cycles", str(cycles), "--steps", str(steps)]
+            + (["--training-step", "--batch", str(batch)] if training_step else [])
+        ),
         "device": device,
         "jax": jax.__version__,
         "model": model,
@@ -204,4 +207,4 @@ def draw(records: dict[str, dict[str, Any]], title: str, path: pathlib.Path) -> 
 
 
 if __name__ == "__main__":
-    tyro.cli(functools.partial(main))
+    tyro.cli(main)

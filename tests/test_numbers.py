@@ -74,9 +74,9 @@ def test_magnitude_of_gradients(settings, magnitude):
     settings = {**settings, "eps": 1e-30}
     actual, state = run(settings, [g * magnitude for g in grads], jnp.ones((24, 40)))
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((actual, state)))
-    if magnitude > 1e-20:  # 1e-40 is no normal float32
+    if magnitude > 1e-20 or settings.get("approximate") != "moment":  # 1e-40 is no normal float32
         expected, _ = run(settings, grads, jnp.ones((24, 40)))
-        np.testing.assert_allclose(actual, expected, rtol=2e-2, atol=2e-3)
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
 @each_setting
@@ -143,9 +143,10 @@ def test_a_stack_along_any_axis_is_its_slices(settings, axis):
         np.testing.assert_allclose(state[0].error[i], own[0].error, rtol=1e-3, atol=1e-6)
 
 
-def test_growth_is_paid_for_by_the_matrices_that_grow_alone():
-    """The branch of the adaptive rank stays a branch in a stack: the function that says how many
-    columns to add runs for no other matrix and in no other step."""
+@pytest.mark.parametrize("population", [False, True])
+def test_growth_is_paid_for_by_the_matrices_that_grow_alone(population):
+    """The branch of the adaptive rank stays a branch, in a stack and under `jax.vmap`: the function
+    that says how many columns to add runs for no other matrix and in no other step."""
     calls = []
 
     def growth(error):
@@ -156,7 +157,8 @@ def test_growth_is_paid_for_by_the_matrices_that_grow_alone():
     settings = dict(initial_rank=1, max_rank=7, error_threshold=0.05, min_dim_size_to_factor=1)
     tx = adapprox_jax.scale_by_adapprox(**settings, rank_interval=4, rank_growth=growth)
     stack = jnp.stack([simple, gradient(0), simple])  # of rank 1, of full rank, of rank 1
-    state, update, counts = tx.init(stack), jax.jit(tx.update), []
+    init, update = (jax.vmap(tx.init), jax.vmap(tx.update)) if population else tx
+    state, update, counts = init(stack), jax.jit(update), []
     for _ in range(5):
         _, state = update(stack, state)
         jax.block_until_ready(state)

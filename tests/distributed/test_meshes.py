@@ -1,4 +1,4 @@
-"""Meshes with explicit axes, where shardings are types: an update keeps the types of its state."""
+"""Meshes, above all with explicit axes, where shardings are types that an update must keep."""
 
 import chex
 import jax
@@ -92,6 +92,20 @@ def test_an_update_keeps_every_type_and_gives_the_values_of_one_device(mesh, set
             expected, alone = jax.jit(tx.update)(values(seed), alone, values(0))
     chex.assert_trees_all_close(
         jax.device_get(updates), jax.device_get(expected), rtol=1e-3, atol=1e-5
+    )
+
+
+def test_a_mesh_with_automatic_axes_gives_the_values_of_one_device():
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    tx = adapprox_jax.adapprox(1e-2, **SETTINGS["adaptive"])
+    params = jax.device_put(values(0), shardings)
+    actual, _ = jax.jit(tx.update)(params, jax.jit(tx.init)(params), params)
+    expected, _ = jax.jit(tx.update)(values(0), tx.init(values(0)), values(0))
+    chex.assert_trees_all_close(
+        jax.device_get(actual), jax.device_get(expected), rtol=1e-3, atol=1e-5
     )
 
 

@@ -1,0 +1,53 @@
+"""The benchmark of updates runs from end to end; its times are not looked at."""
+
+import json
+import shlex
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("matplotlib")
+
+from benchmarks.inputs import gradients_like
+from benchmarks.update_speed import main
+
+
+def test_records_and_picture_are_written(tmp_path, capsys):
+    path = tmp_path / "speed.json"
+    names = ("adafactor", "adapprox rank 16", "sm3")
+    main("tiny", names, cycles=2, steps=2, output=path)
+    result = json.loads(path.read_text())
+    assert shlex.split(result["command"])[6:9] == list(names[:3])
+    assert tuple(result["records"]) == names
+    for record in result["records"].values():
+        assert len(record["seconds_of_cycles"]) == 2
+        assert record["over_adafactor"] > 0
+    assert result["records"]["adapprox rank 16"]["ranks"] == [0, 16]  # dense leaves have 0
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "| adapprox rank 16 |" in capsys.readouterr().out
+
+
+def test_a_whole_training_step(tmp_path):
+    path = tmp_path / "step.json"
+    main("tiny", ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
+    assert json.loads(path.read_text())["records"]["adamw"]["over_adamw"] == 1
+
+
+def test_gradients_have_the_ranks_that_they_promise():
+    gradients = gradients_like({"a": np.zeros((64, 80)), "b": np.zeros((80, 64))}, seed=0)
+    for rank, gradient in enumerate(gradients.values(), start=1):
+        spectrum = np.linalg.svd(np.abs(np.asarray(gradient, np.float64)), compute_uv=False)
+        assert spectrum[rank] < 1e-5 * spectrum[0] < spectrum[rank - 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: all, adamw, "),
+        (dict(cycles=0), "cycles=0, .*; allowed: integers of at least 1"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main("tiny", **arguments)
