@@ -76,11 +76,14 @@ def init_leaf(
             nu=full(leaf.shape, range(len(leaf.shape)), dtype),
         )
     rank = capacity if initial_rank is None else min(initial_rank, capacity)
+    (short, short_axes), (long, long_axes) = sorted(
+        [(rows, view.rows), (columns, view.columns)], key=lambda side: side[0]
+    )
     # Of merged axes the first leads: a sharding of it is one of the merged axis.
-    q_axes, u_axes = (*view.batch, view.rows[0], None), (*view.batch, view.columns[0], None)
+    q_axes, u_axes = (*view.batch, short_axes[0], None), (*view.batch, long_axes[0], None)
     return LeafState(
-        q=full((*batch, rows, capacity), q_axes, factor_dtype or dtype),
-        u=full((*batch, columns, capacity), u_axes, factor_dtype or dtype),
+        q=full((*batch, short, capacity), q_axes, factor_dtype or dtype),
+        u=full((*batch, long, capacity), u_axes, factor_dtype or dtype),
         rank=full(batch, view.batch, jnp.int32, rank),
         error=full(batch, view.batch, jnp.float32),
         drift=full(batch, view.batch, jnp.float32),
@@ -102,10 +105,10 @@ def check_leaf(
     shape = unbox(grad).shape
     if state.is_factored:
         batch, rows, columns = view_shape(shape, matrix_view(shape, numbers))
-        given = (*batch, rows, columns)
+        given = (*batch, min(rows, columns), max(rows, columns))
         q_shape, u_shape = unbox(state.q).shape, unbox(state.u).shape
         expected = (*q_shape[:-1], u_shape[-2])
-        what = f" is seen as matrices {given} (batch, rows, columns); its state has factors of"
+        what = f" is seen as matrices {given} (batch, shorter side, longer side); its state has factors of"
     else:
         given, expected, what = shape, unbox(state.nu).shape, "; its state was made for"
     if given != expected:

@@ -1,22 +1,26 @@
 """Randomized low-rank factorization of one matrix: pure linear algebra, no pytrees, no optimizer.
 
 Shapes: A is the matrix (m, n), q is (m, width) with orthonormal columns and u = A^T q is
-(n, width), so that A is approximated by q @ u.T. A `width` is the number of columns worked on,
-an `active` number of columns or a `rank` may be a traced integer below it: columns beyond are
-zero. That keeps shapes static while the rank moves.
+(n, width), so that A is approximated by q @ u.T. Where an `axis` is named, q stands along that axis
+of the matrix: with axis 1 the array holds A^T, (n, m), and nothing is ever transposed for that.
+A `width` is the number of columns worked on, an `active` number of columns or a `rank` may be a
+traced integer below it: columns beyond are zero. That keeps shapes static while the rank moves.
 """
 
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.tiles import Tiling, sweep
 from adapprox_jax.validation import require, require_choice, require_integer
 
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ORTHOGONALIZATIONS = ("qr", "cholesky")
+
+_NORMALS, _SIGNS_OF_A_WORD = 8, 32
 
 # On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
 # than the small entries of a second moment can lose.
@@ -26,6 +30,90 @@ _PRECISION = jax.lax.Precision.HIGHEST
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     """Product of two matrices in their full precision on every backend."""
     return jnp.matmul(a, b, precision=_PRECISION)
+
+
+def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
+    """Product of a matrix and a factor along one axis of the matrix.
+
+    Args:
+      matrix: (m, n).
+      factor: (m, width) for axis 0, (n, width) for axis 1.
+      axis: Of the matrix, summed over.
+
+    Returns:
+      matrix.T @ factor, (n, width), for axis 0; matrix @ factor, (m, width), for axis 1.
+    """
+    if axis == 1:
+        return matmul(matrix, factor)
+    # XLA's product with a transposed first operand takes ten times as long on CPUs, and without
+    # the barrier it would turn this form into that one.
+    return jax.lax.optimization_barrier(matmul(factor.T, matrix)).T
+
+
+def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
+    """q @ u.T, turned so that q stands along `axis`."""
+    return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
+
+
+class MatrixProducts(NamedTuple):
+    """What the subspace iteration asks of a matrix A (m, n)."""
+
+    image: Callable[[jax.Array], jax.Array]  # x (n, width) -> A x
+    normal_image: Callable[[jax.Array], jax.Array]  # q (m, width) -> A A^T q
+    project: Callable[[jax.Array], jax.Array]  # q (m, width) -> A^T q
+    norms: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    """q, u -> ||A - q u^T||, ||A||"""
+
+
+def tiled_products(
+    tile_of: Callable[[jax.typing.ArrayLike], jax.Array], tiling: Tiling
+) -> MatrixProducts:
+    """The products of a matrix that is made tile by tile.
+
+    Args:
+      tile_of: From an index to that tile of the matrix, (m, n / count), or (n / count, m) where q
+        stands along axis 1.
+      tiling: The tiles.
+
+    Returns:
+      The products. Each makes every tile once.
+    """
+    axis = tiling.axis
+
+    def image(x: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
+            return contract(tile_of(index), tiling.take(x, 0, index), 1 - axis), ()
+
+        return sweep(tiling, part)[0]
+
+    def normal_image(q: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
+            tile = tile_of(index)
+            return contract(tile, contract(tile, q, axis), 1 - axis), ()
+
+        return sweep(tiling, part)[0]
+
+    def project(q: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[tuple[()], tuple[jax.Array]]:
+            return (), (contract(tile_of(index), q, axis),)
+
+        return sweep(tiling, part, dims=(0,))[1][0]
+
+    def norms(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def part(index: jax.typing.ArrayLike) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
+            tile = tile_of(index)
+            difference = tile - outer(q, tiling.take(u, 0, index), axis)
+            return (jnp.sum(jnp.square(difference)), jnp.sum(jnp.square(tile))), ()
+
+        residual, norm = sweep(tiling, part)[0]
+        return jnp.sqrt(residual), jnp.sqrt(norm)
+
+    return MatrixProducts(image, normal_image, project, norms)
+
+
+def products_of(matrix: jax.Array) -> MatrixProducts:
+    """The products of a matrix (m, n) that is there as a whole."""
+    return tiled_products(lambda _: matrix, Tiling(1, 0))
 
 
 def srsi(
@@ -74,8 +162,10 @@ def srsi(
     require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
-    start = gaussian_start(key, width, matrix.shape[1], unit.dtype)
-    q, u = subspace_iteration(unit, start, power_iterations, orthogonalization)
+    start = start_columns(draw_start(key, matrix.shape[1], width), width, unit.dtype)
+    products = products_of(unit)
+    q = subspace_iteration(products, products.image(start), power_iterations, orthogonalization)
+    u = products.project(q)
     if rotate:
         q, u = rotate_to_principal(q, u)
     return q[:, :rank], u[:, :rank] * scale
@@ -106,9 +196,51 @@ def frobenius_norm(matrix: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(matrix)))
 
 
-def gaussian_start(key: jax.Array, width: int, n: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Standard normal (n, width), whose first columns do not depend on `width`."""
-    return jax.random.normal(key, (width, n), dtype).T
+class RandomStart(NamedTuple):
+    """What the columns of a random start are made of, for matrices of up to n columns."""
+
+    normals: jax.Array  # (8, n), standard normal
+    signs: jax.Array  # (words, n), uint32, each bit a random sign
+
+
+def draw_start(key: jax.Array, n: int, width: int) -> RandomStart:
+    """Draws what a random start of up to `width` columns and n rows needs: once for many matrices.
+
+    Args:
+      key: JAX random key.
+      n: Rows of the start.
+      width: Most columns.
+
+    Returns:
+      The draws. More columns leave the first ones as they were.
+    """
+    normal_key, sign_key = jax.random.split(key)
+    words = -(-width // (_NORMALS * _SIGNS_OF_A_WORD))
+    normals = jax.random.normal(normal_key, (_NORMALS, n), jnp.float32)
+    return RandomStart(normals, jax.random.bits(sign_key, (words, n), jnp.uint32))
+
+
+def start_columns(
+    drawn: RandomStart, width: int, dtype: jax.typing.DTypeLike, n: int | None = None
+) -> jax.Array:
+    """A random start (n, width), whose first columns do not depend on `width`.
+
+    Eight independent Gaussian columns, then the same eight with independent random signs, and so
+    on: every two columns are uncorrelated, and a column costs no random numbers of its own.
+
+    Args:
+      drawn: From `draw_start`.
+      width: Columns.
+      dtype: Type of the result.
+      n: Rows, at most as many as were drawn; None for all.
+    """
+    normals = drawn.normals[:, :n]
+    blocks = []
+    for block in range(-(-width // _NORMALS)):
+        word, bit = divmod(block, _SIGNS_OF_A_WORD)
+        negative = (drawn.signs[word, :n] >> bit) & 1 == 1
+        blocks.append(jnp.where(negative, -normals, normals))
+    return jnp.concatenate(blocks)[:width].T.astype(dtype)
 
 
 def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
@@ -117,29 +249,32 @@ def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
 
 
 def subspace_iteration(
-    matrix: jax.Array, start: jax.Array, power_iterations: int, orthogonalization: Orthogonalization
-) -> tuple[jax.Array, jax.Array]:
-    """The loop of Algorithm 1: q = orth(A u), u = A^T q, from a given start.
+    products: MatrixProducts,
+    image: jax.Array,
+    power_iterations: int,
+    orthogonalization: Orthogonalization,
+) -> jax.Array:
+    """The loop of Algorithm 1, q = orth(A u), u = A^T q, up to the last q.
 
-    Column j of q and u depends on the first j columns of the start alone, so one iteration at
-    full width holds the iteration at every smaller width.
+    Column j of q depends on the first j columns of the start alone, so one iteration at full width
+    holds the iteration at every smaller width.
 
     Args:
-      matrix: A, (m, n), normalized.
-      start: u before the first pass, (n, width), width at most min(m, n).
+      products: Of A, (m, n), normalized.
+      image: A times the start, (m, width), width at most m.
       power_iterations: l, the number of passes.
       orthogonalization: "qr" or "cholesky".
 
     Returns:
-      q (m, width), orthonormal, and u = A^T q (n, width).
+      q (m, width), orthonormal.
     """
     orthonormalize = _ORTHONORMALIZE[orthogonalization]
-
-    def one_pass(_: int, factors: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        q = orthonormalize(matmul(matrix, factors[1]))
-        return q, matmul(matrix.T, q)
-
-    return jax.lax.fori_loop(1, power_iterations, one_pass, one_pass(0, (start, start)))
+    return jax.lax.fori_loop(
+        1,
+        power_iterations,
+        lambda _, q: orthonormalize(products.normal_image(q)),
+        orthonormalize(image),
+    )
 
 
 def orthonormalize_qr(matrix: jax.Array) -> jax.Array:
@@ -150,9 +285,9 @@ def orthonormalize_qr(matrix: jax.Array) -> jax.Array:
 def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     """Orthonormal basis of the columns of an (m, width) matrix by shifted Cholesky QR.
 
-    Columns are scaled to norm 1, then three times Y <- Y L^-T with L L^T = Y^T Y, the first time
-    shifted (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization of
-    ill-conditioned matrices"). Where the columns are too dependent for that, the result of
+    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y until Y is orthonormal, the
+    first time shifted (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization
+    of ill-conditioned matrices"). Where the columns are too dependent for that, the result of
     Householder QR is returned instead: the branch is taken at run time.
     """
     width = matrix.shape[1]
@@ -160,17 +295,28 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     epsilon = float(np.finfo(matrix.dtype).eps)
     norms = jnp.linalg.norm(matrix, axis=0)
     basis = matrix / jnp.where(norms == 0, 1, norms)
-    for shift in (10 * width * epsilon, 0.0, 0.0):
-        factor = jnp.linalg.cholesky(matmul(basis.T, basis) + shift * eye)
-        basis = jax.lax.linalg.triangular_solve(
-            factor, basis, left_side=False, lower=True, transpose_a=True
-        )
-    deviation = jnp.max(jnp.abs(matmul(basis.T, basis) - eye))
+
+    def deviates(gram: jax.Array) -> jax.Array:
+        return ~(jnp.max(jnp.abs(gram - eye)) < 10 * epsilon)
+
+    def one_round(carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
+        count, basis, gram = carry
+        shift = jnp.where(count == 0, 10 * width * epsilon, 0)
+        factor = jnp.linalg.cholesky(gram + shift * eye)
+        inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+        basis = matmul(basis, inverse.T)
+        return count + 1, basis, contract(basis, basis, 0)
+
+    _, basis, gram = jax.lax.while_loop(
+        lambda carry: deviates(carry[2]) & (carry[0] < 4),
+        one_round,
+        (jnp.int32(0), basis, contract(basis, basis, 0)),
+    )
     # A loop of at most one round, and no `cond`, which under `jax.vmap` would always run both.
     _, basis = jax.lax.while_loop(
         lambda carry: carry[0],
         lambda _: (jnp.bool(False), orthonormalize_qr(matrix)),
-        (~(deviation < 10 * epsilon), basis),
+        (deviates(gram), basis),
     )
     return basis
 
@@ -193,13 +339,21 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     Returns:
       The turned q and u.
     """
-    # The singular vectors of the triangular factor, not the eigenvectors of u^T u: squaring
-    # would lose the directions below 3e-4 of the largest in float32.
-    _, _, turn = jnp.linalg.svd(jnp.linalg.qr(u, mode="r"))
+    # The singular vectors of the triangular factor, not the eigenvectors of u^T u: squaring would
+    # lose the directions below 3e-4 of the largest in float32. Cholesky of u^T u with columns
+    # scaled to norm 1 keeps them, since what the iteration leaves has nearly orthogonal columns.
+    norms = jnp.linalg.norm(u, axis=0)
+    norms = jnp.where(norms == 0, 1, norms)
+    unit = u / norms
+    width = u.shape[1]
+    shift = width * float(np.finfo(u.dtype).eps)
+    factor = jnp.linalg.cholesky(contract(unit, unit, 0) + shift * jnp.eye(width, dtype=u.dtype))
+    factor = jnp.where(jnp.isfinite(factor), factor, jnp.eye(width, dtype=u.dtype))
+    _, _, turn = jnp.linalg.svd(factor.T * norms)
     return matmul(q, turn.T), matmul(u, turn.T)
 
 
-def tail_errors(matrix: jax.Array, u: jax.Array, residual: jax.Array) -> jax.Array:
+def tail_errors(u: jax.Array, residual: jax.Array, norm: jax.Array) -> jax.Array:
     """The paper's xi of q @ u.T cut to its first k columns, for every k at once.
 
     With q orthonormal and u = A^T q the residual of all columns is orthogonal to each column, so
@@ -207,16 +361,16 @@ def tail_errors(matrix: jax.Array, u: jax.Array, residual: jax.Array) -> jax.Arr
     shorter ||A||^2 - ||u_k||^2 cancels in float32 below about 3e-3.
 
     Args:
-      matrix: A, (m, n).
       u: (n, width).
       residual: ||A - q u^T||, a scalar.
+      norm: ||A||, a scalar.
 
     Returns:
       (width,), the error of the first 1, 2, ... columns; zeros for a zero matrix.
     """
     energies = jnp.sum(jnp.square(u), axis=0)
-    left_out = jnp.append(jnp.cumsum(energies[:0:-1])[::-1], 0)  # of the columns after each
-    norm = frobenius_norm(matrix)
+    position = np.arange(u.shape[1])
+    left_out = jnp.sum(jnp.where(position > position[:, None], energies, 0), axis=1)
     return jnp.sqrt(jnp.square(residual) + left_out) / jnp.where(norm == 0, 1, norm)
 
 
@@ -228,5 +382,5 @@ def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
       q: (m, k).
       u: (n, k).
     """
-    norm = frobenius_norm(matrix)
-    return frobenius_norm(matrix - matmul(q, u.T)) / jnp.where(norm == 0, 1, norm)
+    residual, norm = products_of(matrix).norms(q, u)
+    return residual / jnp.where(norm == 0, 1, norm)

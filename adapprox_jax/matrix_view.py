@@ -29,7 +29,7 @@ WeightDimensionNumbers: TypeAlias = Any | Callable[[Any], Any] | None
 
 
 class MatrixView(NamedTuple):
-    """Axes of one leaf, as non-negative integers. `rows` hold no more numbers than `columns`."""
+    """Axes of one leaf, as non-negative integers; rows come before columns."""
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]
@@ -44,7 +44,7 @@ class MatrixView(NamedTuple):
 def matrix_view(
     shape: tuple[int, ...], dimension_numbers: MatrixDimensionNumbers | None = None
 ) -> MatrixView:
-    """The view of a leaf as matrices, turned so that the rows are the shorter side.
+    """The view of a leaf as matrices, with rows and columns in the order of its axes.
 
     By default the last two axes are rows and columns and all others are batch, as in `jnp.linalg`:
     stacked layers (L, m, n), experts and convolution kernels. But an axis more than four times the
@@ -76,7 +76,7 @@ def matrix_view(
             raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
         if len(set(named)) != len(named):
             raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
-    if _size(shape, rows) > _size(shape, columns):
+    if rows and columns and min(rows) > min(columns):
         rows, columns = columns, rows
     batch = tuple(axis for axis in range(ndim) if axis not in rows + columns)
     return MatrixView(batch, rows, columns)

@@ -9,13 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.low_rank import (
+    MatrixProducts,
     Orthogonalization,
-    frobenius_norm,
-    gaussian_start,
     mask_columns,
-    matmul,
-    normalize,
-    relative_error,
     rotate_to_principal,
     subspace_iteration,
     tail_errors,
@@ -32,7 +28,7 @@ class Factors(NamedTuple):
     q: jax.Array  # (m, capacity), the first `rank` columns orthonormal
     u: jax.Array  # (n, capacity)
     rank: jax.Array  # int32 scalar, columns in use
-    error: jax.Array  # float32 scalar, the paper's xi of this factorization
+    error: jax.Array  # float32 scalar, the paper's xi when it was measured last
 
 
 def sigmoid_growth(
@@ -90,7 +86,7 @@ def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
     return max(1, min(rank, short))
 
 
-def work_sizes(capacity: int, rows: int) -> tuple[int, ...]:
+def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int, ...]:
     """The ranks for which there is code of its own: powers of two from 16 on, up to the buffers.
 
     A rank is worked on with as many columns as the next of these has, whatever the buffers hold, so
@@ -98,11 +94,14 @@ def work_sizes(capacity: int, rows: int) -> tuple[int, ...]:
 
     Args:
       capacity: Columns of the buffers.
-      rows: Rows of the matrix, its shorter side.
+      rows: The shorter side of the matrix.
+      initial_rank: k_init. None, or `capacity` and above: the rank is fixed.
 
     Returns:
-      Rising sizes, the last at least `capacity` and at most `rows`.
+      Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
     """
+    if initial_rank is None or initial_rank >= capacity:
+        return (capacity,)
     sizes = [_SMALLEST_SIZE]
     while sizes[-1] < capacity:
         sizes.append(2 * sizes[-1])
@@ -110,12 +109,15 @@ def work_sizes(capacity: int, rows: int) -> tuple[int, ...]:
 
 
 def adaptive_srsi(
-    matrix: jax.Array,
-    previous_u: jax.Array,
+    products: MatrixProducts,
+    start_of: Callable[[int], jax.Array],
+    first_image: jax.Array,
     previous_rank: jax.Array,
+    previous_error: jax.Array,
     step: jax.Array,
-    key: jax.Array,
     *,
+    columns: int,
+    capacity: int,
     initial_rank: int | None,
     error_threshold: jax.typing.ArrayLike,
     rank_interval: int,
@@ -123,7 +125,6 @@ def adaptive_srsi(
     power_iterations: int,
     oversampling: int,
     rotate: bool,
-    warm_start: bool,
     orthogonalization: Orthogonalization,
     factor_dtype: jax.typing.DTypeLike,
 ) -> Factors:
@@ -134,12 +135,16 @@ def adaptive_srsi(
     of `work_sizes`.
 
     Args:
-      matrix: A, (m, n), float32 or wider, of a scale at which its square neither overflows nor
+      products: Of A, (m, n), float32 or wider, of a scale at which its square neither overflows nor
         vanishes.
-      previous_u: u of the last step, (n, capacity), at any scale; its width is the largest rank.
-      previous_rank: Columns of it in use, int scalar.
-      step: t, from 1, int scalar. The rank is chosen where (t - 1) mod rank_interval = 0.
-      key: JAX random key of the Gaussian start.
+      start_of: From a width to a start (n, width), whose first columns do not depend on it.
+      first_image: A times the start of the first of `work_widths`.
+      previous_rank: Columns in use, int scalar.
+      previous_error: The error when it was measured last, a scalar.
+      step: t, from 1, int scalar. Where (t - 1) mod rank_interval = 0 the error is measured, and
+        the rank chosen if it is not fixed.
+      columns: n.
+      capacity: The largest rank, and the width of the factors.
       initial_rank: k_init, the first rank tried. None, or `capacity` and above: the rank is fixed.
       error_threshold: xi_thresh: the rank grows while the error is above it.
       rank_interval: Delta s, steps between choices of the rank.
@@ -147,7 +152,6 @@ def adaptive_srsi(
       power_iterations: l.
       oversampling: p, columns beyond the rank, or beyond its work size; at most m in all.
       rotate: Take the best k of the columns worked on; else the first k, as printed.
-      warm_start: Start from `previous_u`, with Gaussian columns where there is none.
       orthogonalization: "qr" or "cholesky".
       factor_dtype: Type in which q and u are kept. The error counts the rounding.
 
@@ -156,43 +160,47 @@ def adaptive_srsi(
 
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
-    rows, columns = matrix.shape
-    capacity = previous_u.shape[1]
-    # As printed, oversampling changes nothing: the columns beyond the rank need not exist.
-    extra = oversampling if rotate else 0
+    rows = first_image.shape[0]
+    sizes = work_sizes(capacity, rows, initial_rank)
 
-    def decompose(width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        start = gaussian_start(key, width, columns, matrix.dtype)
-        if warm_start:
-            start = _warm(start, previous_u.astype(matrix.dtype))
-        q, u = subspace_iteration(matrix, start, power_iterations, orthogonalization)
-        residual = frobenius_norm(matrix - matmul(q, u.T))
+    measured = (step - 1) % rank_interval == 0
+
+    def norms(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """||A - q u^T|| and ||A|| where the error is measured, else zeros: it costs a sweep."""
+        zero = jnp.zeros((), q.dtype)
+        return jax.lax.cond(measured, products.norms, lambda q, u: (zero, zero), q, u)
+
+    def decompose(size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        width = work_width(size, rows, oversampling, rotate)
+        known = width == first_image.shape[1]
+        image = first_image if known else products.image(start_of(width))
+        q = subspace_iteration(products, image, power_iterations, orthogonalization)
+        u = products.project(q)
+        residual, norm = norms(q, u)
         if rotate:
             q, u = rotate_to_principal(q, u)
-        return q, u, tail_errors(matrix, u, residual)
+        return q, u, tail_errors(u, residual, norm)
 
     def truncated(q: jax.Array, u: jax.Array, errors: jax.Array, rank: jax.Array) -> Factors:
-        q = _fit(mask_columns(q, rank), capacity).astype(factor_dtype)
-        u = _fit(mask_columns(u, rank), capacity).astype(factor_dtype)
         error = errors[jnp.minimum(rank, errors.shape[0]) - 1]
-        if q.dtype != matrix.dtype:
-            error = relative_error(matrix, q.astype(matrix.dtype), u.astype(matrix.dtype))
-        return Factors(q, u, rank, error.astype(jnp.float32))
+        kept_q, kept_u = (mask_columns(x, rank).astype(factor_dtype) for x in (q, u))
+        if kept_q.dtype != q.dtype:
+            residual, norm = norms(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
+            error = residual / jnp.where(norm == 0, 1, norm)
+        error = jnp.where(measured, error.astype(jnp.float32), previous_error)
+        return Factors(_fit(kept_q, capacity), _fit(kept_u, capacity), rank, error)
 
     if initial_rank is None or initial_rank >= capacity:
-        q, u, errors = decompose(min(capacity + extra, rows))
+        q, u, errors = decompose(capacity)
         return truncated(q, u, errors, jnp.asarray(capacity, jnp.int32))
-
-    sizes = work_sizes(capacity, rows)
-    chosen_anew = (step - 1) % rank_interval == 0
 
     def attempt(size: int, rank: jax.Array) -> tuple[Factors, jax.Array]:
         """The first rank from `rank` on that will do, or that is beyond `size`, and its factors."""
-        q, u, errors = decompose(min(size + extra, rows))
+        q, u, errors = decompose(size)
 
         def too_small(rank: jax.Array) -> jax.Array:
             error = errors[jnp.minimum(rank, size) - 1]
-            return chosen_anew & (error > error_threshold) & (rank < capacity)
+            return measured & (error > error_threshold) & (rank < capacity)
 
         def grown(rank: jax.Array) -> jax.Array:
             more = jnp.maximum(rank_growth(errors[rank - 1]), 1).astype(jnp.int32)
@@ -205,7 +213,7 @@ def adaptive_srsi(
         index = size_index(sizes, rank)
         return jax.lax.switch(index, [partial(attempt, size) for size in sizes], rank)
 
-    first = jnp.where(chosen_anew, initial_rank, previous_rank).astype(jnp.int32)
+    first = jnp.where(measured, initial_rank, previous_rank).astype(jnp.int32)
     empty = Factors(
         jnp.zeros((rows, capacity), factor_dtype),
         jnp.zeros((columns, capacity), factor_dtype),
@@ -218,6 +226,21 @@ def adaptive_srsi(
     return factors
 
 
+def work_width(size: int, rows: int, oversampling: int, rotate: bool) -> int:
+    """Columns worked on for ranks up to `size`: p more, at most `rows` in all.
+
+    As printed, oversampling changes nothing: without the rotation the columns beyond need not
+    exist.
+    """
+    return min(size + (oversampling if rotate else 0), rows)
+
+
+def warm_start(start: jax.Array, previous_u: jax.Array) -> jax.Array:
+    """A start (n, width) with the non-zero columns of `previous_u` (n, capacity) over its first."""
+    known = _fit(previous_u, start.shape[1])
+    return jnp.where(jnp.any(known != 0, axis=0), known, start)
+
+
 def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:
     """Index of the first of `sizes` that holds a rank."""
     return jnp.sum(rank > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
@@ -227,8 +250,3 @@ def _fit(matrix: jax.Array, width: int) -> jax.Array:
     """Cuts a matrix to `width` columns, or adds columns of zeros."""
     return jnp.pad(matrix[:, :width], ((0, 0), (0, max(width - matrix.shape[1], 0))))
 
-
-def _warm(start: jax.Array, previous_u: jax.Array) -> jax.Array:
-    """Puts the non-zero columns of `previous_u` (n, capacity) over the first of `start`."""
-    directions, _ = normalize(_fit(previous_u, start.shape[1]))
-    return jnp.where(jnp.any(directions != 0, axis=0), directions, start)

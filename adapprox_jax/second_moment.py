@@ -17,7 +17,17 @@ import optax
 
 from adapprox_jax.boxes import is_box, rebox, unbox
 from adapprox_jax.leaf_state import LeafState, check_leaf, init_leaf
-from adapprox_jax.low_rank import ORTHOGONALIZATIONS, Orthogonalization, frobenius_norm, matmul
+from adapprox_jax.low_rank import (
+    ORTHOGONALIZATIONS,
+    Orthogonalization,
+    RandomStart,
+    contract,
+    draw_start,
+    frobenius_norm,
+    outer,
+    start_columns,
+    tiled_products,
+)
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
@@ -34,8 +44,11 @@ from adapprox_jax.rank import (
     adaptive_srsi,
     sigmoid_growth,
     size_index,
+    warm_start,
     work_sizes,
+    work_width,
 )
+from adapprox_jax.tiles import sweep, tiling_of
 from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
 from adapprox_jax.validation import is_zero, require, require_choice, require_integer
@@ -43,7 +56,6 @@ from adapprox_jax.validation import is_zero, require, require_choice, require_in
 Approximate: TypeAlias = Literal["moment", "root"]
 APPROXIMATIONS = ("moment", "root")
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
-Factorize: TypeAlias = Callable[..., Factors]
 
 
 class ScaleByAdapproxState(NamedTuple):
@@ -152,16 +164,23 @@ def scale_by_adapprox(
         factor_dtype=factor_dtype,
     )
     seed_or_key, key_impl = _check_key(key)
-    factorize = partial(
-        adaptive_srsi,
-        rank_interval=rank_interval,
-        rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
-        power_iterations=power_iterations,
+    step_matrix = partial(
+        update_matrix,
+        approximate=approximate,
+        initial_rank=initial_rank,
         oversampling=oversampling,
         rotate=rotate,
-        warm_start=warm_start,
-        orthogonalization=orthogonalization,
+        warm=warm_start,
+        factorize=partial(
+            adaptive_srsi,
+            rank_interval=rank_interval,
+            rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
+            power_iterations=power_iterations,
+            orthogonalization=orthogonalization,
+        ),
     )
+    if initial_rank is not None:  # so that under `jax.vmap`, too, a branch is taken or not
+        step_matrix = jax.custom_batching.sequential_vmap(step_matrix)
 
     start = partial(
         init_leaf,
@@ -190,29 +209,27 @@ def scale_by_adapprox(
         check_trees(updates, state.nu)
         count = optax.safe_increment(state.count)
         key = jax.random.wrap_key_data(state.key, impl=key_impl)
+        longest, widest = _largest_start(state.u)
         scalars = StepScalars(
             step=count,
-            key=jax.random.fold_in(key, count),
+            drawn=draw_start(jax.random.fold_in(key, count), longest, widest + oversampling),
             b2=b2,
             eps=eps,
             eps_root=eps_root,
             correction=1 - b2**count if bias_correction else 1.0,
             error_threshold=error_threshold,
         )
+        after = jnp.zeros(())
 
         def update_boxed(
             path: Any, grad: Any, numbers: MatrixDimensionNumbers | None, *fields: Any
         ) -> tuple[Any, LeafState]:
+            nonlocal after
             check_leaf(leaf_name(path), grad, numbers, LeafState(*fields))
             operands = unbox(grad), LeafState(*map(unbox, fields))
-            one_step = partial(
-                update_leaf,
-                numbers=numbers,
-                approximate=approximate,
-                initial_rank=initial_rank,
-                factorize=factorize,
-            )
-            scaled, new = with_automatic_axes(one_step, operands)(scalars, *operands)
+            one_step = partial(update_leaf, numbers=numbers, step_matrix=step_matrix)
+            scaled, new = with_automatic_axes(one_step, operands)(scalars, after, *operands)
+            after = jnp.max(new.error)
             return rebox(grad, scaled), LeafState(*map(rebox, fields, new))
 
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
@@ -231,7 +248,7 @@ class StepScalars(NamedTuple):
     """The numbers of one step, all of which may be traced."""
 
     step: jax.Array  # t, from 1, int32
-    key: jax.Array  # random key of this step
+    drawn: RandomStart  # random numbers of this step, for all leaves
     b2: jax.typing.ArrayLike
     eps: jax.typing.ArrayLike
     eps_root: jax.typing.ArrayLike
@@ -241,46 +258,39 @@ class StepScalars(NamedTuple):
 
 def update_leaf(
     scalars: StepScalars,
+    after: jax.Array,
     grad: jax.Array,
     state: LeafState,
     *,
     numbers: MatrixDimensionNumbers | None,
-    approximate: Approximate,
-    initial_rank: int | None,
-    factorize: Factorize,
+    step_matrix: Callable[..., tuple[jax.Array, Factors, jax.Array]],
 ) -> tuple[jax.Array, LeafState]:
     """One step for one leaf: of each of its matrices, or of its dense second moment.
 
     Args:
       scalars: The numbers of this step.
+      after: A number that is not negative, of the leaf before: only then does this one begin.
       grad: The gradient, of any shape and real floating-point type.
       state: The leaf's state.
       numbers: Which axes form a matrix.
-      approximate: What q @ u.T stands for.
-      initial_rank: k_init, as in `adaptive_srsi`.
-      factorize: `adaptive_srsi` with its settings bound.
+      step_matrix: `update_matrix` with its settings bound.
 
     Returns:
       The scaled gradient in the type of the gradient, and the new state.
     """
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     if not state.is_factored:
+        wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
         nu = average(state.nu, wide, scalars.b2)
         scaled = divide_by_root(wide, nu, scalars).astype(grad.dtype)
         return scaled, state._replace(nu=nu.astype(state.nu.dtype))
-    step_matrix = partial(
-        update_matrix, approximate=approximate, initial_rank=initial_rank, factorize=factorize
-    )
-    if initial_rank is not None:  # so that under `jax.vmap`, too, a branch is taken or not
-        step_matrix = jax.custom_batching.sequential_vmap(step_matrix)
     view = matrix_view(grad.shape, numbers)
     batch, _, _ = view_shape(grad.shape, view)
     scaled, factors, drift = map_matrices(
         lambda one: step_matrix(scalars, *one),
-        (to_matrices(wide, view), state.q, state.u, state.rank, state.drift),
+        (to_matrices(grad, view), _begin_after(after, state.q), state.u, state.rank, state.error, state.drift),
         batch,
     )
-    scaled = from_matrices(scaled, view, grad.shape).astype(grad.dtype)
+    scaled = from_matrices(scaled, view, grad.shape)
     return scaled, LeafState(**factors._asdict(), drift=drift, nu=state.nu)
 
 
@@ -290,49 +300,88 @@ def update_matrix(
     q: jax.Array,
     u: jax.Array,
     rank: jax.Array,
+    error: jax.Array,
     drift: jax.Array,
     *,
     approximate: Approximate,
     initial_rank: int | None,
-    factorize: Factorize,
+    oversampling: int,
+    rotate: bool,
+    warm: bool,
+    factorize: Callable[..., Factors],
 ) -> tuple[jax.Array, Factors, jax.Array]:
     """One step of Algorithm 3 for one matrix, up to the quotient.
 
     Args:
       scalars: The numbers of this step.
-      grad: G, (m, n), float32 or wider.
+      grad: G, (m, n) or (n, m): q belongs to its shorter side, wherever that stands.
       q: (m, capacity), of the last step.
       u: (n, capacity), of the last step.
       rank: Columns in use, int32 scalar.
+      error: When it was measured last, float32 scalar.
       drift: Bound of the distance of q @ u.T from the exact second moment (its root, for "root").
       approximate: What q @ u.T stands for.
       initial_rank: k_init, as in `adaptive_srsi`.
-      factorize: `adaptive_srsi` with its settings bound.
+      oversampling: p.
+      rotate: As in `adaptive_srsi`.
+      warm: Whether to start from `u`.
+      factorize: `adaptive_srsi` with the rest of its settings bound.
 
     Returns:
-      The scaled gradient (m, n), the new factors, the new drift.
+      The scaled gradient in its shape and type, the new factors, the new drift.
     """
-    scale = unit_scale(grad, u, approximate)
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
+    tiling = tiling_of(grad.shape)
+    axis = tiling.axis
+    scale = unit_scale(grad.astype(dtype), u, approximate)
     factor_scale = scale if approximate == "root" else scale**2
-    unit_grad = grad / scale
-    previous = reconstruct(q, u.astype(grad.dtype) / factor_scale, rank, approximate, initial_rank)
-    second_moment = average(previous, unit_grad, scalars.b2)
-    target = jnp.sqrt(second_moment) if approximate == "root" else second_moment
+    wide_q, unit_u = q.astype(dtype), u.astype(dtype) / factor_scale
+    rows, capacity = q.shape
+    sizes = work_sizes(capacity, rows, initial_rank)
+
+    def unit_grad(tile: jax.typing.ArrayLike) -> jax.Array:
+        return tiling.take(grad, 1 - axis, tile).astype(dtype) * (1 / scale)
+
+    @tiling.once
+    def target(tile: jax.typing.ArrayLike) -> jax.Array:
+        previous = reconstruct(
+            wide_q, tiling.take(unit_u, 0, tile), rank, approximate, sizes, axis
+        )
+        second_moment = average(previous, unit_grad(tile), scalars.b2)
+        return jnp.sqrt(second_moment) if approximate == "root" else second_moment
+
+    def start_of(width: int) -> jax.Array:
+        start = start_columns(scalars.drawn, width, dtype, u.shape[0])
+        return warm_start(start, unit_u) if warm else start
+
+    start = start_of(work_width(sizes[0], rows, oversampling, rotate))
+
+    def first_pass(tile: jax.typing.ArrayLike) -> tuple[Any, tuple[jax.Array]]:
+        part = target(tile)
+        image = contract(part, tiling.take(start, 0, tile), 1 - axis)
+        scaled = divide_by_root(unit_grad(tile), part, scalars, approximate, scale)
+        return image, (scaled.astype(grad.dtype),)
+
+    first_image, (scaled,) = sweep(tiling, first_pass, dims=(1 - axis,))
     factors = factorize(
-        target,
-        u,
+        tiled_products(target, tiling),
+        start_of,
+        first_image,
         rank,
+        error,
         scalars.step,
-        scalars.key,
+        columns=u.shape[0],
+        capacity=capacity,
         initial_rank=initial_rank,
         error_threshold=scalars.error_threshold,
+        oversampling=oversampling,
+        rotate=rotate,
         factor_dtype=q.dtype,
     )
-    drift = accumulate_drift(
-        drift, factors.error, factor_scale * frobenius_norm(target), scalars.b2, approximate
-    )
+    norm = factor_scale * frobenius_norm(factors.u.astype(dtype))
+    drift = accumulate_drift(drift, factors.error, norm, scalars.b2, approximate)
     factors = factors._replace(u=(factors.u * factor_scale).astype(u.dtype))
-    return divide_by_root(unit_grad, second_moment, scalars, scale), factors, drift
+    return scaled, factors, drift
 
 
 def unit_scale(grad: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
@@ -353,33 +402,33 @@ def reconstruct(
     u: jax.Array,
     rank: jax.Array,
     approximate: Approximate,
-    initial_rank: int | None,
+    sizes: tuple[int, ...],
+    axis: int = 0,
 ) -> jax.Array:
-    """The second moment (m, n) that the factors stand for, with the product cut off at zero.
+    """The second moment that the factors stand for, with the product cut off at zero.
 
     A low-rank approximation of a positive matrix has negative entries from rank 2 on
     (docs/algorithm.md, 3).
 
     Args:
       q: (m, capacity).
-      u: (n, capacity), whose type is that of the result.
+      u: (n, capacity), or some of its rows.
       rank: Columns in use.
       approximate: What q @ u.T stands for.
-      initial_rank: None, or `capacity` and above: all columns are in use.
+      sizes: Ranks for which there is code of its own, rising, the last for all columns.
+      axis: Along which q stands in the result.
+
+    Returns:
+      (m, n), or (n, m) for axis 1.
     """
-    capacity = q.shape[1]
-
-    def product_of(width: int) -> jax.Array:
-        return matmul(q[:, :width].astype(u.dtype), u[:, :width].T)
-
-    if initial_rank is None or initial_rank >= capacity:
-        product = product_of(capacity)
-    else:
-        sizes = work_sizes(capacity, q.shape[0])
-        branches = [partial(product_of, min(size, capacity)) for size in sizes]
-        product = jax.lax.switch(size_index(sizes, rank), branches)
+    branches = [partial(_product, width=size, axis=axis) for size in sizes]
+    product = jax.lax.switch(size_index(sizes, rank), branches, q, u)
     product = jnp.maximum(product, 0)
     return product**2 if approximate == "root" else product
+
+
+def _product(q: jax.Array, u: jax.Array, *, width: int, axis: int) -> jax.Array:
+    return outer(q[:, :width], u[:, :width], axis)
 
 
 def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> jax.Array:
@@ -389,13 +438,26 @@ def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> j
 
 def divide_by_root(
     grad: jax.Array,
-    second_moment: jax.Array,
+    target: jax.Array,
     scalars: StepScalars,
+    approximate: Approximate = "moment",
     scale: jax.typing.ArrayLike = 1.0,
 ) -> jax.Array:
-    """G / (sqrt(V / correction + eps_root) + eps), elementwise, of G / scale and V / scale^2."""
-    eps_root = scalars.eps_root if is_zero(scalars.eps_root) else scalars.eps_root / scale**2
-    root = jnp.sqrt(second_moment / scalars.correction + eps_root)
+    """G / (sqrt(V / correction + eps_root) + eps), elementwise.
+
+    Args:
+      grad: G / scale.
+      target: V / scale^2, or for "root" its root.
+      scalars: The numbers of this step.
+      approximate: Which of the two `target` is.
+      scale: What G was divided by.
+    """
+    if approximate == "root" and is_zero(scalars.eps_root):
+        root = target / jnp.sqrt(scalars.correction)
+    else:
+        moment = jnp.square(target) if approximate == "root" else target
+        eps_root = scalars.eps_root if is_zero(scalars.eps_root) else scalars.eps_root / scale**2
+        root = jnp.sqrt(moment / scalars.correction + eps_root)
     return grad / (root + scalars.eps / scale)
 
 
@@ -408,12 +470,35 @@ def accumulate_drift(
 ) -> jax.Array:
     """Carries the bound of the distance from the exact second moment over one step.
 
-    With D the distance in the Frobenius norm, D_t <= b2 D_(t-1) + error ||V_t||: averaging
+    With D the distance in the Frobenius norm, D_t <= b2 D_(t-1) + ||V_t - q u^T||: averaging
     shrinks an old distance by b2, cutting off entries below zero does not grow it, and the
     factorization adds its own. Of the root, x -> sqrt(b2 x^2 + c) shrinks by sqrt(b2) at least.
+
+    Args:
+      drift: D_(t-1).
+      error: xi. Where it was measured some steps ago, D is an estimate and no bound.
+      norm: ||q u^T||, from which with xi follows ||V_t - q u^T||: the two are orthogonal.
+      b2: As in `scale_by_adapprox`.
+      approximate: As in `scale_by_adapprox`.
     """
     decay = jnp.sqrt(b2) if approximate == "root" else b2
-    return (drift * decay + error * norm).astype(drift.dtype)
+    left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
+    return (drift * decay + left_out).astype(drift.dtype)
+
+
+def _begin_after(after: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, once `after`, which is never negative, is known.
+
+    Without it XLA works on all leaves at once and holds the intermediates of all of them; it
+    ignores `optimization_barrier` there.
+    """
+    return jnp.where(after < 0, 0, array)
+
+
+def _largest_start(u: Any) -> tuple[int, int]:
+    """The longest and the widest u of all leaves."""
+    shapes = [unbox(leaf).shape[-2:] for leaf in jax.tree.leaves(u) if unbox(leaf).ndim > 1]
+    return max([s[0] for s in shapes], default=1), max([s[1] for s in shapes], default=1)
 
 
 def _as_trees(like: Any, leaf_states: Any) -> list[Any]:

@@ -1,0 +1,111 @@
+"""Matrices worked on in tiles of their longer side, so that no intermediate is as large as they."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Tiling(NamedTuple):
+    """How the longer side of a matrix is cut.
+
+    Rows are dealt out to the tiles in turn: of rows that are sharded every device then works on
+    its own. Columns are cut into blocks, because single columns are far apart in memory.
+    """
+
+    count: int  # tiles, a divisor of the longer side
+    axis: int  # the shorter side's axis, which is not cut: 0 for (m, n), 1 for (n, m), m <= n
+
+    def take(self, array: jax.Array, dim: int, index: jax.typing.ArrayLike) -> jax.Array:
+        """One tile of an array that has the longer side along `dim`."""
+        if self.count == 1:
+            return array
+        shape, tile_dim = self._split(array.shape, dim)
+        return jax.lax.dynamic_index_in_dim(array.reshape(shape), index, tile_dim, keepdims=False)
+
+    def put(
+        self, array: jax.Array, dim: int, index: jax.typing.ArrayLike, tile: jax.Array
+    ) -> jax.Array:
+        """The array with one tile replaced."""
+        shape, tile_dim = self._split(array.shape, dim)
+        split = jax.lax.dynamic_update_index_in_dim(array.reshape(shape), tile, index, tile_dim)
+        return split.reshape(array.shape)
+
+    def once(
+        self, tile_of: Callable[[jax.typing.ArrayLike], jax.Array]
+    ) -> Callable[[jax.typing.ArrayLike], jax.Array]:
+        """A function of a tile's index, called at once where there is one tile only."""
+        if self.count > 1:
+            return tile_of
+        whole = tile_of(0)
+        return lambda _: whole
+
+    def _split(self, shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], int]:
+        size = shape[dim] // self.count
+        tile_dim = dim + 1 if self.axis == 1 else dim
+        parts = (size, self.count) if self.axis == 1 else (self.count, size)
+        return (*shape[:dim], *parts, *shape[dim + 1 :]), tile_dim
+
+
+def tiling_of(shape: tuple[int, ...]) -> Tiling:
+    """The tiling of a matrix: tiles that fit a cache on CPUs, else only for very large matrices.
+
+    Args:
+      shape: (m, n).
+
+    Returns:
+      The tiling, of one tile where the matrix is small or its longer side has no fitting divisor.
+    """
+    axis = 0 if shape[0] <= shape[1] else 1
+    longer, size = max(shape), shape[0] * shape[1]
+    # Blocks of sharded columns would be gathered.
+    if size <= _LARGEST_WHOLE or (axis == 0 and jax.default_backend() != "cpu"):
+        return Tiling(1, axis)
+    wanted = size / _TILE
+    divisors = [d for d in range(1, longer + 1) if longer % d == 0 and d <= 8 * wanted <= 64 * d]
+    closest = min(divisors, key=lambda d: max(d / wanted, wanted / d), default=1)
+    return Tiling(closest, axis)
+
+
+_LARGEST_WHOLE = 2**23  # entries: 32 MiB in float32
+_TILE = 2**20
+
+
+def sweep(
+    tiling: Tiling,
+    function: Callable[[Any], tuple[Any, Any]],
+    dims: tuple[int, ...] = (),
+    fill: jax.typing.ArrayLike = 0,
+) -> tuple[Any, Any]:
+    """Calls a function for each tile, adds up its sums and puts its parts together.
+
+    Args:
+      tiling: The tiles.
+      function: From the index of a tile to a tree of sums and a tuple of tiles of arrays.
+      dims: Where each of those arrays has the longer side.
+
+    Returns:
+      The tree of sums and the tuple of arrays.
+    """
+    if tiling.count == 1:
+        return function(0)
+    sums_like, parts_like = jax.eval_shape(function, 0)
+
+    def whole(part: Any, dim: int) -> jax.Array:
+        shape = (*part.shape[:dim], part.shape[dim] * tiling.count, *part.shape[dim + 1 :])
+        return jnp.full(shape, fill, part.dtype)
+
+    def one_tile(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+        sums, wholes = carry
+        more, parts = function(index)
+        sums = jax.tree.map(jnp.add, sums, more)
+        put = [
+            tiling.put(array, dim, index, part)
+            for array, dim, part in zip(wholes, dims, parts, strict=True)
+        ]
+        return sums, tuple(put)
+
+    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), sums_like)
+    wholes = tuple(whole(part, dim) for part, dim in zip(parts_like, dims, strict=True))
+    return jax.lax.fori_loop(0, tiling.count, one_tile, (zeros, wholes))
