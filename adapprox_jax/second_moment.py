@@ -229,7 +229,9 @@ def scale_by_adapprox(
             operands = unbox(grad), LeafState(*map(unbox, fields))
             one_step = partial(update_leaf, numbers=numbers, step_matrix=step_matrix)
             scaled, new = with_automatic_axes(one_step, operands)(scalars, after, *operands)
-            after = jnp.max(new.error)
+            if new.is_factored:
+                squares = jnp.square(unbox(scaled).astype(jnp.float32))
+                after = jnp.minimum(jnp.sum(squares), jnp.max(new.error))
             return rebox(grad, scaled), LeafState(*map(rebox, fields, new))
 
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
