@@ -20,7 +20,8 @@ from adapprox_jax.validation import require, require_choice, require_integer
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ORTHOGONALIZATIONS = ("qr", "cholesky")
 
-_NORMALS, _SIGNS_OF_A_WORD = 8, 32
+_MOST_ROUNDS = 12  # of Cholesky QR; 2 to 5 are usual
+_NORMALS = 8  # Gaussian columns that a random start is made of
 
 # On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
 # than the small entries of a second moment can lose.
@@ -200,7 +201,7 @@ class RandomStart(NamedTuple):
     """What the columns of a random start are made of, for matrices of up to n columns."""
 
     normals: jax.Array  # (8, n), standard normal
-    signs: jax.Array  # (words, n), uint32, each bit a random sign
+    signs: jax.Array  # (blocks, n), 1 or -1 with even odds
 
 
 def draw_start(key: jax.Array, n: int, width: int) -> RandomStart:
@@ -215,9 +216,12 @@ def draw_start(key: jax.Array, n: int, width: int) -> RandomStart:
       The draws. More columns leave the first ones as they were.
     """
     normal_key, sign_key = jax.random.split(key)
-    words = -(-width // (_NORMALS * _SIGNS_OF_A_WORD))
+    blocks = np.arange(-(-width // _NORMALS))
+    words, bits = np.divmod(blocks, 32)
+    drawn = jax.random.bits(sign_key, (words[-1] + 1, n), jnp.uint32)
+    is_set = (drawn[words] >> bits[:, None].astype(np.uint32)) & 1
     normals = jax.random.normal(normal_key, (_NORMALS, n), jnp.float32)
-    return RandomStart(normals, jax.random.bits(sign_key, (words, n), jnp.uint32))
+    return RandomStart(normals, 1 - 2 * is_set.astype(jnp.float32))
 
 
 def start_columns(
@@ -234,13 +238,9 @@ def start_columns(
       dtype: Type of the result.
       n: Rows, at most as many as were drawn; None for all.
     """
-    normals = drawn.normals[:, :n]
-    blocks = []
-    for block in range(-(-width // _NORMALS)):
-        word, bit = divmod(block, _SIGNS_OF_A_WORD)
-        negative = (drawn.signs[word, :n] >> bit) & 1 == 1
-        blocks.append(jnp.where(negative, -normals, normals))
-    return jnp.concatenate(blocks)[:width].T.astype(dtype)
+    blocks = -(-width // _NORMALS)
+    columns = drawn.signs[:blocks, None, :n] * drawn.normals[:, :n]
+    return columns.reshape(-1, columns.shape[-1])[:width].T.astype(dtype)
 
 
 def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
@@ -285,40 +285,50 @@ def orthonormalize_qr(matrix: jax.Array) -> jax.Array:
 def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     """Orthonormal basis of the columns of an (m, width) matrix by shifted Cholesky QR.
 
-    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y until Y is orthonormal, the
-    first time shifted (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization
-    of ill-conditioned matrices"). Where the columns are too dependent for that, the result of
-    Householder QR is returned instead: the branch is taken at run time.
+    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift until Y is orthonormal
+    (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned
+    matrices"). Each round stretches what is independent of the columns before by up to 1 / shift,
+    and a trace of fixed noise stands in for what is not, so that dependent and zero columns, too,
+    become unit vectors: there is no breakdown to fall back from.
     """
-    width = matrix.shape[1]
-    eye = jnp.eye(width, dtype=matrix.dtype)
+    rows, width = matrix.shape
     epsilon = float(np.finfo(matrix.dtype).eps)
-    norms = jnp.linalg.norm(matrix, axis=0)
-    basis = matrix / jnp.where(norms == 0, 1, norms)
+    eye = jnp.eye(width, dtype=matrix.dtype)
+    basis = unit_columns(unit_columns(matrix) + epsilon * _noise(rows, width, matrix.dtype))
 
-    def deviates(gram: jax.Array) -> jax.Array:
-        return ~(jnp.max(jnp.abs(gram - eye)) < 10 * epsilon)
+    def deviation(gram: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(gram - eye))
 
-    def one_round(carry: tuple[jax.Array, jax.Array, jax.Array]) -> Any:
-        count, basis, gram = carry
-        shift = jnp.where(count == 0, 10 * width * epsilon, 0)
-        factor = jnp.linalg.cholesky(gram + shift * eye)
+    def one_round(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        rounds, basis, gram = carry
+        # A gram matrix near the identity has no eigenvalue near zero.
+        shift = jnp.where(deviation(gram) < 0.5 / width, 0, 4 * width * epsilon)
+        factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
         inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        basis = matmul(basis, inverse.T)
-        return count + 1, basis, contract(basis, basis, 0)
+        basis = unit_columns(matmul(basis, inverse.T))
+        return rounds + 1, basis, contract(basis, basis, 0)
 
-    _, basis, gram = jax.lax.while_loop(
-        lambda carry: deviates(carry[2]) & (carry[0] < 4),
+    _, basis, _ = jax.lax.while_loop(
+        lambda carry: (deviation(carry[2]) > 10 * epsilon) & (carry[0] < _MOST_ROUNDS),
         one_round,
         (jnp.int32(0), basis, contract(basis, basis, 0)),
     )
-    # A loop of at most one round, and no `cond`, which under `jax.vmap` would always run both.
-    _, basis = jax.lax.while_loop(
-        lambda carry: carry[0],
-        lambda _: (jnp.bool(False), orthonormalize_qr(matrix)),
-        (deviates(gram), basis),
-    )
     return basis
+
+
+def unit_columns(matrix: jax.Array) -> jax.Array:
+    """The columns divided by their norms; zero columns stay zero."""
+    norms = jnp.sqrt(column_energies(matrix))
+    return matrix / jnp.where(norms == 0, 1, norms)
+
+
+def _noise(rows: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """A fixed matrix (rows, width) of full rank, with entries from -1 to 1 that look random."""
+    index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)
+    mixed = index * jnp.uint32(0x9E3779B1)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
+    mixed = mixed ^ (mixed >> 13)
+    return (mixed.astype(dtype) / 2.0**31 - 1).reshape(rows, width)
 
 
 _ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -342,18 +352,19 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     # The singular vectors of the triangular factor, not the eigenvectors of u^T u: squaring would
     # lose the directions below 3e-4 of the largest in float32. Cholesky of u^T u with columns
     # scaled to norm 1 keeps them, since what the iteration leaves has nearly orthogonal columns.
-    norms = jnp.linalg.norm(u, axis=0)
-    norms = jnp.where(norms == 0, 1, norms)
-    unit = u / norms
     width = u.shape[1]
+    norms = jnp.sqrt(column_energies(u))
+    unit = u / jnp.where(norms == 0, 1, norms)
+    gram = contract(unit, unit, 0)
     shift = width * float(np.finfo(u.dtype).eps)
-    factor = jnp.linalg.cholesky(contract(unit, unit, 0) + shift * jnp.eye(width, dtype=u.dtype))
+    factor = jax.lax.linalg.cholesky(gram + shift * jnp.eye(width, dtype=u.dtype))
+    # Norms alone still make a rotation.
     factor = jnp.where(jnp.isfinite(factor), factor, jnp.eye(width, dtype=u.dtype))
     _, _, turn = jnp.linalg.svd(factor.T * norms)
     return matmul(q, turn.T), matmul(u, turn.T)
 
 
-def tail_errors(u: jax.Array, residual: jax.Array, norm: jax.Array) -> jax.Array:
+def tail_errors(energies: jax.Array, residual: jax.Array, norm: jax.Array) -> jax.Array:
     """The paper's xi of q @ u.T cut to its first k columns, for every k at once.
 
     With q orthonormal and u = A^T q the residual of all columns is orthogonal to each column, so
@@ -361,17 +372,21 @@ def tail_errors(u: jax.Array, residual: jax.Array, norm: jax.Array) -> jax.Array
     shorter ||A||^2 - ||u_k||^2 cancels in float32 below about 3e-3.
 
     Args:
-      u: (n, width).
+      energies: ||u_j||^2 of each column, (width,).
       residual: ||A - q u^T||, a scalar.
       norm: ||A||, a scalar.
 
     Returns:
       (width,), the error of the first 1, 2, ... columns; zeros for a zero matrix.
     """
-    energies = jnp.sum(jnp.square(u), axis=0)
-    position = np.arange(u.shape[1])
+    position = np.arange(energies.shape[0])
     left_out = jnp.sum(jnp.where(position > position[:, None], energies, 0), axis=1)
     return jnp.sqrt(jnp.square(residual) + left_out) / jnp.where(norm == 0, 1, norm)
+
+
+def column_energies(matrix: jax.Array) -> jax.Array:
+    """Squared norm of each column of an (n, width) matrix."""
+    return jnp.sum(jnp.square(matrix), axis=0)
 
 
 def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:

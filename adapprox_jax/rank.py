@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from adapprox_jax.low_rank import (
     MatrixProducts,
     Orthogonalization,
+    column_energies,
     mask_columns,
     rotate_to_principal,
     subspace_iteration,
@@ -87,7 +88,7 @@ def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
 
 
 def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int, ...]:
-    """The ranks for which there is code of its own: powers of two from 16 on, up to the buffers.
+    """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
 
     A rank is worked on with as many columns as the next of these has, whatever the buffers hold, so
     that the cost follows the rank in use and nothing depends on the buffers.
@@ -104,7 +105,7 @@ def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int,
         return (capacity,)
     sizes = [_SMALLEST_SIZE]
     while sizes[-1] < capacity:
-        sizes.append(2 * sizes[-1])
+        sizes.append(4 * sizes[-1])
     return tuple(min(size, rows) for size in sizes)
 
 
@@ -123,7 +124,7 @@ def adaptive_srsi(
     rank_interval: int,
     rank_growth: RankGrowth,
     power_iterations: int,
-    oversampling: int,
+    width_of: Callable[[int, int], int],
     rotate: bool,
     orthogonalization: Orthogonalization,
     factor_dtype: jax.typing.DTypeLike,
@@ -150,7 +151,7 @@ def adaptive_srsi(
       rank_interval: Delta s, steps between choices of the rank.
       rank_growth: f, from the error to the columns to add; at least 1 is added.
       power_iterations: l.
-      oversampling: p, columns beyond the rank, or beyond its work size; at most m in all.
+      width_of: Columns worked on for a size and m: `work_width` with its p.
       rotate: Take the best k of the columns worked on; else the first k, as printed.
       orthogonalization: "qr" or "cholesky".
       factor_dtype: Type in which q and u are kept. The error counts the rounding.
@@ -163,6 +164,7 @@ def adaptive_srsi(
     rows = first_image.shape[0]
     sizes = work_sizes(capacity, rows, initial_rank)
 
+    widest = width_of(sizes[-1], rows)
     measured = (step - 1) % rank_interval == 0
 
     def norms(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -170,8 +172,8 @@ def adaptive_srsi(
         zero = jnp.zeros((), q.dtype)
         return jax.lax.cond(measured, products.norms, lambda q, u: (zero, zero), q, u)
 
-    def decompose(size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        width = work_width(size, rows, oversampling, rotate)
+    def decompose(size: int) -> tuple[jax.Array, ...]:
+        width = width_of(size, rows)
         known = width == first_image.shape[1]
         image = first_image if known else products.image(start_of(width))
         q = subspace_iteration(products, image, power_iterations, orthogonalization)
@@ -179,39 +181,40 @@ def adaptive_srsi(
         residual, norm = norms(q, u)
         if rotate:
             q, u = rotate_to_principal(q, u)
-        return q, u, tail_errors(u, residual, norm)
+        energies = jnp.pad(column_energies(u), (0, widest - width))
+        return _fit(q, capacity), _fit(u, capacity), energies, residual, norm
 
     def truncated(q: jax.Array, u: jax.Array, errors: jax.Array, rank: jax.Array) -> Factors:
-        error = errors[jnp.minimum(rank, errors.shape[0]) - 1]
+        error = errors[rank - 1]
         kept_q, kept_u = (mask_columns(x, rank).astype(factor_dtype) for x in (q, u))
         if kept_q.dtype != q.dtype:
             residual, norm = norms(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
             error = residual / jnp.where(norm == 0, 1, norm)
         error = jnp.where(measured, error.astype(jnp.float32), previous_error)
-        return Factors(_fit(kept_q, capacity), _fit(kept_u, capacity), rank, error)
+        return Factors(kept_q, kept_u, rank, error)
 
     if initial_rank is None or initial_rank >= capacity:
-        q, u, errors = decompose(capacity)
-        return truncated(q, u, errors, jnp.asarray(capacity, jnp.int32))
+        q, u, *of_errors = decompose(capacity)
+        return truncated(q, u, tail_errors(*of_errors), jnp.asarray(capacity, jnp.int32))
 
-    def attempt(size: int, rank: jax.Array) -> tuple[Factors, jax.Array]:
-        """The first rank from `rank` on that will do, or that is beyond `size`, and its factors."""
-        q, u, errors = decompose(size)
+    def attempt(carry: tuple[Factors, jax.Array]) -> tuple[Factors, jax.Array]:
+        """The first rank from the one wanted on that will do, or that needs a larger size."""
+        _, wanted = carry
+        index = size_index(sizes, wanted)
+        size = jnp.asarray(sizes, jnp.int32)[index]
+        q, u, *of_errors = jax.lax.switch(index, [partial(decompose, size) for size in sizes])
+        errors = tail_errors(*of_errors)
 
         def too_small(rank: jax.Array) -> jax.Array:
-            error = errors[jnp.minimum(rank, size) - 1]
-            return measured & (error > error_threshold) & (rank < capacity)
+            above = errors[jnp.minimum(rank, size) - 1] > error_threshold
+            return (rank <= size) & measured & above & (rank < capacity)
 
         def grown(rank: jax.Array) -> jax.Array:
             more = jnp.maximum(rank_growth(errors[rank - 1]), 1).astype(jnp.int32)
             return jnp.minimum(rank + more, capacity)
 
-        wanted = jax.lax.while_loop(lambda r: (r <= size) & too_small(r), grown, rank)
+        wanted = jax.lax.while_loop(too_small, grown, wanted)
         return truncated(q, u, errors, jnp.minimum(wanted, size)), wanted
-
-    def at_size_of(rank: jax.Array) -> tuple[Factors, jax.Array]:
-        index = size_index(sizes, rank)
-        return jax.lax.switch(index, [partial(attempt, size) for size in sizes], rank)
 
     first = jnp.where(measured, initial_rank, previous_rank).astype(jnp.int32)
     empty = Factors(
@@ -220,9 +223,7 @@ def adaptive_srsi(
         jnp.int32(0),
         jnp.float32(0),
     )
-    factors, _ = jax.lax.while_loop(
-        lambda carry: carry[0].rank < carry[1], lambda carry: at_size_of(carry[1]), (empty, first)
-    )
+    factors, _ = jax.lax.while_loop(lambda carry: carry[0].rank < carry[1], attempt, (empty, first))
     return factors
 
 

@@ -164,18 +164,19 @@ def scale_by_adapprox(
         factor_dtype=factor_dtype,
     )
     seed_or_key, key_impl = _check_key(key)
+    width_of = partial(work_width, oversampling=oversampling, rotate=rotate)
     step_matrix = partial(
         update_matrix,
         approximate=approximate,
         initial_rank=initial_rank,
-        oversampling=oversampling,
-        rotate=rotate,
+        width_of=width_of,
         warm=warm_start,
         factorize=partial(
             adaptive_srsi,
             rank_interval=rank_interval,
             rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
             power_iterations=power_iterations,
+            rotate=rotate,
             orthogonalization=orthogonalization,
         ),
     )
@@ -209,10 +210,12 @@ def scale_by_adapprox(
         check_trees(updates, state.nu)
         count = optax.safe_increment(state.count)
         key = jax.random.wrap_key_data(state.key, impl=key_impl)
-        longest, widest = _largest_start(state.u)
+        longest, widest = _largest_start(
+            state, lambda capacity, rows: width_of(work_sizes(capacity, rows, initial_rank)[-1], rows)
+        )
         scalars = StepScalars(
             step=count,
-            drawn=draw_start(jax.random.fold_in(key, count), longest, widest + oversampling),
+            drawn=draw_start(jax.random.fold_in(key, count), longest, widest),
             b2=b2,
             eps=eps,
             eps_root=eps_root,
@@ -307,8 +310,7 @@ def update_matrix(
     *,
     approximate: Approximate,
     initial_rank: int | None,
-    oversampling: int,
-    rotate: bool,
+    width_of: Callable[[int, int], int],
     warm: bool,
     factorize: Callable[..., Factors],
 ) -> tuple[jax.Array, Factors, jax.Array]:
@@ -324,8 +326,7 @@ def update_matrix(
       drift: Bound of the distance of q @ u.T from the exact second moment (its root, for "root").
       approximate: What q @ u.T stands for.
       initial_rank: k_init, as in `adaptive_srsi`.
-      oversampling: p.
-      rotate: As in `adaptive_srsi`.
+      width_of: Columns worked on for a size and the shorter side: `rank.work_width`.
       warm: Whether to start from `u`.
       factorize: `adaptive_srsi` with the rest of its settings bound.
 
@@ -356,7 +357,7 @@ def update_matrix(
         start = start_columns(scalars.drawn, width, dtype, u.shape[0])
         return warm_start(start, unit_u) if warm else start
 
-    start = start_of(work_width(sizes[0], rows, oversampling, rotate))
+    start = start_of(width_of(sizes[0], rows))
 
     def first_pass(tile: jax.typing.ArrayLike) -> tuple[Any, tuple[jax.Array]]:
         part = target(tile)
@@ -376,8 +377,7 @@ def update_matrix(
         capacity=capacity,
         initial_rank=initial_rank,
         error_threshold=scalars.error_threshold,
-        oversampling=oversampling,
-        rotate=rotate,
+        width_of=width_of,
         factor_dtype=q.dtype,
     )
     norm = factor_scale * frobenius_norm(factors.u.astype(dtype))
@@ -497,10 +497,19 @@ def _begin_after(after: jax.Array, array: jax.Array) -> jax.Array:
     return jnp.where(after < 0, 0, array)
 
 
-def _largest_start(u: Any) -> tuple[int, int]:
-    """The longest and the widest u of all leaves."""
-    shapes = [unbox(leaf).shape[-2:] for leaf in jax.tree.leaves(u) if unbox(leaf).ndim > 1]
-    return max([s[0] for s in shapes], default=1), max([s[1] for s in shapes], default=1)
+def _largest_start(state: ScaleByAdapproxState, width_of: Callable[..., int]) -> tuple[int, int]:
+    """Rows and columns of a random start that serves every leaf."""
+    shapes = [
+        (unbox(u).shape[-2], width_of(unbox(q).shape[-1], unbox(q).shape[-2]))
+        for q, u in zip(
+            jax.tree.leaves(state.q, is_leaf=is_box),
+            jax.tree.leaves(state.u, is_leaf=is_box),
+            strict=True,
+        )
+        if unbox(q).ndim > 0
+    ]
+    longest, widest = zip(*shapes, strict=True) if shapes else ((1,), (1,))
+    return max(longest), max(widest)
 
 
 def _as_trees(like: Any, leaf_states: Any) -> list[Any]:
