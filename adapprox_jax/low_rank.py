@@ -294,7 +294,7 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     rows, width = matrix.shape
     epsilon = float(np.finfo(matrix.dtype).eps)
     eye = jnp.eye(width, dtype=matrix.dtype)
-    basis = unit_columns(unit_columns(matrix) + epsilon * _noise(rows, width, matrix.dtype))
+    basis = unit_columns(matrix) + epsilon * _noise(rows, width, matrix.dtype)
 
     def deviation(gram: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(gram - eye))
@@ -305,7 +305,7 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
         shift = jnp.where(deviation(gram) < 0.5 / width, 0, 4 * width * epsilon)
         factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
         inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        basis = unit_columns(matmul(basis, inverse.T))
+        basis = matmul(basis, inverse.T)
         return rounds + 1, basis, contract(basis, basis, 0)
 
     _, basis, _ = jax.lax.while_loop(
@@ -353,8 +353,8 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     # lose the directions below 3e-4 of the largest in float32. Cholesky of u^T u with columns
     # scaled to norm 1 keeps them, since what the iteration leaves has nearly orthogonal columns.
     width = u.shape[1]
+    unit = unit_columns(u)
     norms = jnp.sqrt(column_energies(u))
-    unit = u / jnp.where(norms == 0, 1, norms)
     gram = contract(unit, unit, 0)
     shift = width * float(np.finfo(u.dtype).eps)
     factor = jax.lax.linalg.cholesky(gram + shift * jnp.eye(width, dtype=u.dtype))

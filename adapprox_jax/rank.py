@@ -113,12 +113,12 @@ def adaptive_srsi(
     products: MatrixProducts,
     start_of: Callable[[int], jax.Array],
     first_image: jax.Array,
+    previous_q: jax.Array,
+    previous_u: jax.Array,
     previous_rank: jax.Array,
     previous_error: jax.Array,
     step: jax.Array,
     *,
-    columns: int,
-    capacity: int,
     initial_rank: int | None,
     error_threshold: jax.typing.ArrayLike,
     rank_interval: int,
@@ -140,12 +140,12 @@ def adaptive_srsi(
         vanishes.
       start_of: From a width to a start (n, width), whose first columns do not depend on it.
       first_image: A times the start of the first of `work_widths`.
+      previous_q: q of the last step, (m, capacity): its width is the largest rank.
+      previous_u: u of the last step, (n, capacity).
       previous_rank: Columns in use, int scalar.
       previous_error: The error when it was measured last, a scalar.
       step: t, from 1, int scalar. Where (t - 1) mod rank_interval = 0 the error is measured, and
         the rank chosen if it is not fixed.
-      columns: n.
-      capacity: The largest rank, and the width of the factors.
       initial_rank: k_init, the first rank tried. None, or `capacity` and above: the rank is fixed.
       error_threshold: xi_thresh: the rank grows while the error is above it.
       rank_interval: Delta s, steps between choices of the rank.
@@ -161,7 +161,7 @@ def adaptive_srsi(
 
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
-    rows = first_image.shape[0]
+    rows, capacity = previous_q.shape
     sizes = work_sizes(capacity, rows, initial_rank)
 
     widest = width_of(sizes[-1], rows)
@@ -184,9 +184,9 @@ def adaptive_srsi(
         energies = jnp.pad(column_energies(u), (0, widest - width))
         return _fit(q, capacity), _fit(u, capacity), energies, residual, norm
 
-    def truncated(q: jax.Array, u: jax.Array, errors: jax.Array, rank: jax.Array) -> Factors:
-        error = errors[rank - 1]
-        kept_q, kept_u = (mask_columns(x, rank).astype(factor_dtype) for x in (q, u))
+    def finished(q: jax.Array, u: jax.Array, error: jax.Array, rank: jax.Array) -> Factors:
+        q, u = (mask_columns(x, rank) for x in (q, u))
+        kept_q, kept_u = q.astype(factor_dtype), u.astype(factor_dtype)
         if kept_q.dtype != q.dtype:
             residual, norm = norms(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
             error = residual / jnp.where(norm == 0, 1, norm)
@@ -195,11 +195,12 @@ def adaptive_srsi(
 
     if initial_rank is None or initial_rank >= capacity:
         q, u, *of_errors = decompose(capacity)
-        return truncated(q, u, tail_errors(*of_errors), jnp.asarray(capacity, jnp.int32))
+        error = tail_errors(*of_errors)[capacity - 1]
+        return finished(q, u, error, jnp.asarray(capacity, jnp.int32))
 
-    def attempt(carry: tuple[Factors, jax.Array]) -> tuple[Factors, jax.Array]:
+    def attempt(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """The first rank from the one wanted on that will do, or that needs a larger size."""
-        _, wanted = carry
+        *_, wanted = carry
         index = size_index(sizes, wanted)
         size = jnp.asarray(sizes, jnp.int32)[index]
         q, u, *of_errors = jax.lax.switch(index, [partial(decompose, size) for size in sizes])
@@ -214,17 +215,13 @@ def adaptive_srsi(
             return jnp.minimum(rank + more, capacity)
 
         wanted = jax.lax.while_loop(too_small, grown, wanted)
-        return truncated(q, u, errors, jnp.minimum(wanted, size)), wanted
+        rank = jnp.minimum(wanted, size)
+        return q, u, errors[rank - 1], rank, wanted
 
     first = jnp.where(measured, initial_rank, previous_rank).astype(jnp.int32)
-    empty = Factors(
-        jnp.zeros((rows, capacity), factor_dtype),
-        jnp.zeros((columns, capacity), factor_dtype),
-        jnp.int32(0),
-        jnp.float32(0),
-    )
-    factors, _ = jax.lax.while_loop(lambda carry: carry[0].rank < carry[1], attempt, (empty, first))
-    return factors
+    nothing = (previous_q, previous_u, jnp.zeros((), previous_u.dtype), jnp.int32(0), first)
+    q, u, error, rank, _ = jax.lax.while_loop(lambda carry: carry[3] < carry[4], attempt, nothing)
+    return finished(q, u, error, rank)
 
 
 def work_width(size: int, rows: int, oversampling: int, rotate: bool) -> int:
@@ -236,9 +233,15 @@ def work_width(size: int, rows: int, oversampling: int, rotate: bool) -> int:
     return min(size + (oversampling if rotate else 0), rows)
 
 
-def warm_start(start: jax.Array, previous_u: jax.Array) -> jax.Array:
-    """A start (n, width) with the non-zero columns of `previous_u` (n, capacity) over its first."""
-    known = _fit(previous_u, start.shape[1])
+def warm_start(start: jax.Array, previous_u: jax.Array, scale: jax.typing.ArrayLike) -> jax.Array:
+    """A start (n, width) with the non-zero columns of `previous_u` over its first.
+
+    Args:
+      start: (n, width).
+      previous_u: (n, capacity).
+      scale: What `previous_u` is divided by, so that A times it is not too large.
+    """
+    known = _fit(previous_u, start.shape[1]).astype(start.dtype) * (1 / scale)
     return jnp.where(jnp.any(known != 0, axis=0), known, start)
 
 

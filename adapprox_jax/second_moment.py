@@ -338,7 +338,6 @@ def update_matrix(
     axis = tiling.axis
     scale = unit_scale(grad.astype(dtype), u, approximate)
     factor_scale = scale if approximate == "root" else scale**2
-    wide_q, unit_u = q.astype(dtype), u.astype(dtype) / factor_scale
     rows, capacity = q.shape
     sizes = work_sizes(capacity, rows, initial_rank)
 
@@ -347,15 +346,14 @@ def update_matrix(
 
     @tiling.once
     def target(tile: jax.typing.ArrayLike) -> jax.Array:
-        previous = reconstruct(
-            wide_q, tiling.take(unit_u, 0, tile), rank, approximate, sizes, axis
-        )
+        rows_of_u = tiling.take(u, 0, tile)
+        previous = reconstruct(q, rows_of_u, factor_scale, rank, approximate, sizes, axis, dtype)
         second_moment = average(previous, unit_grad(tile), scalars.b2)
         return jnp.sqrt(second_moment) if approximate == "root" else second_moment
 
     def start_of(width: int) -> jax.Array:
         start = start_columns(scalars.drawn, width, dtype, u.shape[0])
-        return warm_start(start, unit_u) if warm else start
+        return warm_start(start, u, factor_scale) if warm else start
 
     start = start_of(width_of(sizes[0], rows))
 
@@ -370,11 +368,11 @@ def update_matrix(
         tiled_products(target, tiling),
         start_of,
         first_image,
+        q.astype(dtype),
+        u.astype(dtype),
         rank,
         error,
         scalars.step,
-        columns=u.shape[0],
-        capacity=capacity,
         initial_rank=initial_rank,
         error_threshold=scalars.error_threshold,
         width_of=width_of,
@@ -402,10 +400,12 @@ def unit_scale(grad: jax.Array, u: jax.Array, approximate: Approximate) -> jax.A
 def reconstruct(
     q: jax.Array,
     u: jax.Array,
+    scale: jax.typing.ArrayLike,
     rank: jax.Array,
     approximate: Approximate,
     sizes: tuple[int, ...],
-    axis: int = 0,
+    axis: int,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     """The second moment that the factors stand for, with the product cut off at zero.
 
@@ -415,22 +415,24 @@ def reconstruct(
     Args:
       q: (m, capacity).
       u: (n, capacity), or some of its rows.
+      scale: What the product is divided by, a power of two.
       rank: Columns in use.
       approximate: What q @ u.T stands for.
       sizes: Ranks for which there is code of its own, rising, the last for all columns.
       axis: Along which q stands in the result.
+      dtype: Of the result.
 
     Returns:
       (m, n), or (n, m) for axis 1.
     """
-    branches = [partial(_product, width=size, axis=axis) for size in sizes]
-    product = jax.lax.switch(size_index(sizes, rank), branches, q, u)
-    product = jnp.maximum(product, 0)
+
+    def product_of(width: int, q: jax.Array, u: jax.Array) -> jax.Array:
+        unit_u = u[:, :width].astype(dtype) * (1 / scale)
+        return outer(q[:, :width].astype(dtype), unit_u, axis)
+
+    branches = [partial(product_of, size) for size in sizes]
+    product = jnp.maximum(jax.lax.switch(size_index(sizes, rank), branches, q, u), 0)
     return product**2 if approximate == "root" else product
-
-
-def _product(q: jax.Array, u: jax.Array, *, width: int, axis: int) -> jax.Array:
-    return outer(q[:, :width], u[:, :width], axis)
 
 
 def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> jax.Array:
