@@ -7,6 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.low_rank import (
     MatrixProducts,
@@ -233,16 +234,24 @@ def work_width(size: int, rows: int, oversampling: int, rotate: bool) -> int:
     return min(size + (oversampling if rotate else 0), rows)
 
 
-def warm_start(start: jax.Array, previous_u: jax.Array, scale: jax.typing.ArrayLike) -> jax.Array:
-    """A start (n, width) with the non-zero columns of `previous_u` over its first.
+def warm_start(
+    start: jax.Array,
+    previous_u: jax.Array,
+    known: jax.Array,
+    scale: jax.typing.ArrayLike,
+) -> jax.Array:
+    """A start (n, width) with the columns of `previous_u` over its first.
 
     Args:
       start: (n, width).
       previous_u: (n, capacity).
+      known: How many of its columns there are, int scalar.
       scale: What `previous_u` is divided by, so that A times it is not too large.
     """
-    known = _fit(previous_u, start.shape[1]).astype(start.dtype) * (1 / scale)
-    return jnp.where(jnp.any(known != 0, axis=0), known, start)
+    covered = min(start.shape[1], previous_u.shape[1])
+    unit_u = previous_u[:, :covered].astype(start.dtype) * (1 / scale)
+    first = jnp.where(np.arange(covered) < known, unit_u, start[:, :covered])
+    return jnp.concatenate([first, start[:, covered:]], axis=1)
 
 
 def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:

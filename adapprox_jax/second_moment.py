@@ -336,7 +336,8 @@ def update_matrix(
     dtype = jnp.promote_types(grad.dtype, jnp.float32)
     tiling = tiling_of(grad.shape)
     axis = tiling.axis
-    scale = unit_scale(grad.astype(dtype), u, approximate)
+    largest_u = jnp.max(jnp.abs(u))
+    scale = unit_scale(grad, largest_u, approximate)
     factor_scale = scale if approximate == "root" else scale**2
     rows, capacity = q.shape
     sizes = work_sizes(capacity, rows, initial_rank)
@@ -353,7 +354,8 @@ def update_matrix(
 
     def start_of(width: int) -> jax.Array:
         start = start_columns(scalars.drawn, width, dtype, u.shape[0])
-        return warm_start(start, u, factor_scale) if warm else start
+        known = jnp.where(largest_u > 0, rank, 0)
+        return warm_start(start, u, known, factor_scale) if warm else start
 
     start = start_of(width_of(sizes[0], rows))
 
@@ -384,16 +386,27 @@ def update_matrix(
     return scaled, factors, drift
 
 
-def unit_scale(grad: jax.Array, u: jax.Array, approximate: Approximate) -> jax.Array:
-    """A power of two near the largest entries of a gradient and of the root of its old V.
+def unit_scale(grad: jax.Array, largest_u: jax.Array, approximate: Approximate) -> jax.Array:
+    """A power of two near the largest entries of the root of V, or of G where there is no V yet.
 
-    Divided by it, squares neither overflow nor vanish, and to undo the division rounds nothing.
+    Divided by it, squares neither overflow nor vanish, and to undo the division rounds nothing. A
+    gradient may be 1e19 times as large as all before it; and 1e7 after none but vanishing ones.
+
+    Args:
+      grad: G, of any shape.
+      largest_u: Largest magnitude in u, a scalar.
+      approximate: What q @ u.T stands for.
     """
-    largest_u = jnp.max(jnp.abs(u)).astype(grad.dtype)
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
     root = largest_u if approximate == "root" else jnp.sqrt(largest_u)
-    largest = jnp.maximum(jnp.max(jnp.abs(grad)), root)
+    largest = jax.lax.cond(
+        root > 0,
+        lambda grad: root.astype(dtype),
+        lambda grad: jnp.max(jnp.abs(grad)).astype(dtype),
+        grad,
+    )
     _, exponent = jnp.frexp(largest)
-    exponent = jnp.where(largest > 0, jnp.clip(exponent, -60, 60), 0)  # its square, too, is normal
+    exponent = jnp.where(largest > 0, jnp.clip(exponent, -40, 60), 0)
     return jnp.ldexp(jnp.ones_like(largest), exponent)
 
 

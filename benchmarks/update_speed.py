@@ -84,7 +84,7 @@ def compiled_runner(
     name: str, tx: Any, params: Any, step: Callable[..., Any], state: Any, operands: Any
 ) -> Runner:
     """Compiles a step and notes how long that took and what memory it plans to use."""
-    lowered = jax.jit(step, donate_argnums=0).lower(state, operands)
+    lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, operands)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
