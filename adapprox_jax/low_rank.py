@@ -8,7 +8,7 @@ traced integer below it: columns beyond are zero. That keeps shapes static while
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +52,7 @@ def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
 
 
 def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
-    """q @ u.T, turned so that q stands along `axis`."""
+    """Q @ u.T, turned so that q stands along `axis`."""
     return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
 
 
@@ -72,7 +72,7 @@ def tiled_products(
     """The products of a matrix that is made tile by tile.
 
     Args:
-      tile_of: From an index to that tile of the matrix, (m, n / count), or (n / count, m) where q
+      tile_of: From an index to that tile of the matrix, (m, n / tiles), or (n / tiles, m) where q
         stands along axis 1.
       tiling: The tiles.
 
@@ -294,12 +294,12 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     rows, width = matrix.shape
     epsilon = float(np.finfo(matrix.dtype).eps)
     eye = jnp.eye(width, dtype=matrix.dtype)
-    basis = unit_columns(matrix) + epsilon * _noise(rows, width, matrix.dtype)
+    basis = unit_columns(matrix) + epsilon / rows**0.5 * _noise(rows, width, matrix.dtype)
 
     def deviation(gram: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(gram - eye))
 
-    def one_round(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def one_round(carry: Any) -> Any:
         rounds, basis, gram = carry
         # A gram matrix near the identity has no eigenvalue near zero.
         shift = jnp.where(deviation(gram) < 0.5 / width, 0, 4 * width * epsilon)
@@ -309,7 +309,7 @@ def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
         return rounds + 1, basis, contract(basis, basis, 0)
 
     _, basis, _ = jax.lax.while_loop(
-        lambda carry: (deviation(carry[2]) > 10 * epsilon) & (carry[0] < _MOST_ROUNDS),
+        lambda carry: (deviation(carry[2]) > 3 * epsilon) & (carry[0] < _MOST_ROUNDS),
         one_round,
         (jnp.int32(0), basis, contract(basis, basis, 0)),
     )

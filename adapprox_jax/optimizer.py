@@ -72,7 +72,7 @@ def adapprox(
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",
-    orthogonalization: Orthogonalization = "qr",
+    orthogonalization: Orthogonalization = "cholesky",
     min_dim_size_to_factor: int = 64,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -199,7 +199,7 @@ def adaptive_srsi(
         error = tail_errors(*of_errors)[capacity - 1]
         return finished(q, u, error, jnp.asarray(capacity, jnp.int32))
 
-    def attempt(carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def attempt(carry: Any) -> Any:
         """The first rank from the one wanted on that will do, or that needs a larger size."""
         *_, wanted = carry
         index = size_index(sizes, wanted)
@@ -262,4 +262,3 @@ def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:
 def _fit(matrix: jax.Array, width: int) -> jax.Array:
     """Cuts a matrix to `width` columns, or adds columns of zeros."""
     return jnp.pad(matrix[:, :width], ((0, 0), (0, max(width - matrix.shape[1], 0))))
-

@@ -48,8 +48,8 @@ from adapprox_jax.rank import (
     work_sizes,
     work_width,
 )
-from adapprox_jax.tiles import sweep, tiling_of
 from adapprox_jax.sharding import with_automatic_axes
+from adapprox_jax.tiles import sweep, tiling_of
 from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
 from adapprox_jax.validation import is_zero, require, require_choice, require_integer
 
@@ -63,16 +63,16 @@ class ScaleByAdapproxState(NamedTuple):
 
     After `count` and `key` come trees with the structure of the parameters. A leaf is factored or
     dense, and the fields of the other kind hold a scalar zero for it. `batch` is the shape of the
-    axes that are neither rows nor columns; the rows are the shorter side.
+    axes that are neither rows nor columns.
     """
 
     count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
     key: jax.Array  # uint32 data of the random key: typed keys do not survive every checkpoint
-    q: Any  # (*batch, rows, capacity), columns from `rank` on are zero
-    u: Any  # (*batch, columns, capacity)
+    q: Any  # (*batch, shorter side, capacity), columns from `rank` on are zero
+    u: Any  # (*batch, longer side, capacity)
     rank: Any  # int32 (*batch), columns in use
-    error: Any  # float32 (*batch), the paper's xi of the last factorization
-    drift: Any  # float32 (*batch), upper bound of the distance from the exact second moment
+    error: Any  # float32 (*batch), the paper's xi when it was measured last
+    drift: Any  # float32 (*batch), bounds the distance from the exact second moment
     nu: Any  # second moment of the dense leaves, with the leaf's shape
 
 
@@ -92,7 +92,7 @@ def scale_by_adapprox(
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",
-    orthogonalization: Orthogonalization = "qr",
+    orthogonalization: Orthogonalization = "cholesky",
     min_dim_size_to_factor: int = 64,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,
@@ -115,7 +115,8 @@ def scale_by_adapprox(
         min(m, n), rounded down, at least 1.
       error_threshold: The rank grows while the relative error is above it, at least 0. With
         `approximate="root"` this is the error of the root.
-      rank_interval: Steps between choices of the rank, at least 1.
+      rank_interval: Steps between choices of the rank, at least 1. The error, too, is measured at
+        these steps alone.
       rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
       power_iterations: l, passes of Algorithm 1's loop, at least 1.
       oversampling: p, columns worked on beyond the rank, at least 0.
@@ -211,7 +212,8 @@ def scale_by_adapprox(
         count = optax.safe_increment(state.count)
         key = jax.random.wrap_key_data(state.key, impl=key_impl)
         longest, widest = _largest_start(
-            state, lambda capacity, rows: width_of(work_sizes(capacity, rows, initial_rank)[-1], rows)
+            state,
+            lambda capacity, rows: width_of(work_sizes(capacity, rows, initial_rank)[-1], rows),
         )
         scalars = StepScalars(
             step=count,
@@ -292,7 +294,14 @@ def update_leaf(
     batch, _, _ = view_shape(grad.shape, view)
     scaled, factors, drift = map_matrices(
         lambda one: step_matrix(scalars, *one),
-        (to_matrices(grad, view), _begin_after(after, state.q), state.u, state.rank, state.error, state.drift),
+        (
+            to_matrices(grad, view),
+            _begin_after(after, state.q),
+            state.u,
+            state.rank,
+            state.error,
+            state.drift,
+        ),
         batch,
     )
     scaled = from_matrices(scaled, view, grad.shape)
@@ -365,7 +374,7 @@ def update_matrix(
         scaled = divide_by_root(unit_grad(tile), part, scalars, approximate, scale)
         return image, (scaled.astype(grad.dtype),)
 
-    first_image, (scaled,) = sweep(tiling, first_pass, dims=(1 - axis,))
+    first_image, (scaled,) = sweep(tiling, first_pass, dims=(1 - axis,), fill=scale)
     factors = factorize(
         tiled_products(target, tiling),
         start_of,

@@ -14,12 +14,12 @@ class Tiling(NamedTuple):
     its own. Columns are cut into blocks, because single columns are far apart in memory.
     """
 
-    count: int  # tiles, a divisor of the longer side
+    tiles: int  # how many, a divisor of the longer side
     axis: int  # the shorter side's axis, which is not cut: 0 for (m, n), 1 for (n, m), m <= n
 
     def take(self, array: jax.Array, dim: int, index: jax.typing.ArrayLike) -> jax.Array:
         """One tile of an array that has the longer side along `dim`."""
-        if self.count == 1:
+        if self.tiles == 1:
             return array
         shape, tile_dim = self._split(array.shape, dim)
         return jax.lax.dynamic_index_in_dim(array.reshape(shape), index, tile_dim, keepdims=False)
@@ -36,15 +36,15 @@ class Tiling(NamedTuple):
         self, tile_of: Callable[[jax.typing.ArrayLike], jax.Array]
     ) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         """A function of a tile's index, called at once where there is one tile only."""
-        if self.count > 1:
+        if self.tiles > 1:
             return tile_of
         whole = tile_of(0)
         return lambda _: whole
 
     def _split(self, shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], int]:
-        size = shape[dim] // self.count
+        size = shape[dim] // self.tiles
         tile_dim = dim + 1 if self.axis == 1 else dim
-        parts = (size, self.count) if self.axis == 1 else (self.count, size)
+        parts = (size, self.tiles) if self.axis == 1 else (self.tiles, size)
         return (*shape[:dim], *parts, *shape[dim + 1 :]), tile_dim
 
 
@@ -84,16 +84,18 @@ def sweep(
       tiling: The tiles.
       function: From the index of a tile to a tree of sums and a tuple of tiles of arrays.
       dims: Where each of those arrays has the longer side.
+      fill: What they hold before: a number of this matrix's own, else XLA makes one array for all
+        matrices and copies it.
 
     Returns:
       The tree of sums and the tuple of arrays.
     """
-    if tiling.count == 1:
+    if tiling.tiles == 1:
         return function(0)
     sums_like, parts_like = jax.eval_shape(function, 0)
 
     def whole(part: Any, dim: int) -> jax.Array:
-        shape = (*part.shape[:dim], part.shape[dim] * tiling.count, *part.shape[dim + 1 :])
+        shape = (*part.shape[:dim], part.shape[dim] * tiling.tiles, *part.shape[dim + 1 :])
         return jnp.full(shape, fill, part.dtype)
 
     def one_tile(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -108,4 +110,4 @@ def sweep(
 
     zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), sums_like)
     wholes = tuple(whole(part, dim) for part, dim in zip(parts_like, dims, strict=True))
-    return jax.lax.fori_loop(0, tiling.count, one_tile, (zeros, wholes))
+    return jax.lax.fori_loop(0, tiling.tiles, one_tile, (zeros, wholes))

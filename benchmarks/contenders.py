@@ -28,11 +28,10 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
     "adafactor": _adafactor,
     "adapprox": _adapprox,
-    "adapprox rank 16": lambda: _adapprox(max_rank=16, orthogonalization="cholesky"),
-    "chol": lambda: _adapprox(max_rank=16, orthogonalization="cholesky"),
+    "adapprox rank 16": lambda: _adapprox(max_rank=16),
     # Ranks of 1 to 16 in use in wide buffers: the gradients of `inputs.py` have such ranks.
     "adapprox 1 to 16 of 192": lambda: _adapprox(
-        initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5, orthogonalization="cholesky"
+        initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5
     ),
     "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
     "sm3": lambda: optax.chain(optax.sm3(RATE), optax.add_decayed_weights(-RATE * DECAY)),

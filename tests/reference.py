@@ -72,10 +72,10 @@ def init(shape, s):
 
 
 def spare(k, s):
-    """An adaptive rank is worked on with p columns beyond the next power of two from 16 on."""
+    """An adaptive rank is worked on with p columns beyond the next of 16, 64, 256, ..."""
     size = 16
     while size < k:
-        size *= 2
+        size *= 4
     return size - k + s.p
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import adapprox_jax
 from adapprox_jax import low_rank
+from adapprox_jax.tiles import Tiling
 
 SPECTRA = {
     "geometric": lambda j: 0.9**j,
@@ -116,9 +117,21 @@ def test_nothing_is_ever_non_finite(shape, rank, exponent, deficit, rotate, meth
 
 
 def test_wider_starts_begin_alike():
-    narrow = low_rank.gaussian_start(jax.random.key(3), 4, 50, jnp.float32)
-    wide = low_rank.gaussian_start(jax.random.key(3), 9, 50, jnp.float32)
-    np.testing.assert_array_equal(narrow, wide[:, :4])
+    def start(width, drawn_width, drawn_rows):
+        drawn = low_rank.draw_start(jax.random.key(3), drawn_rows, drawn_width)
+        return low_rank.start_columns(drawn, width, jnp.float32, 50)
+
+    np.testing.assert_array_equal(start(4, 4, 50), start(300, 300, 50)[:, :4])
+    np.testing.assert_array_equal(start(20, 20, 90), start(300, 600, 90)[:, :20])
+
+
+def test_columns_of_a_start_are_standard_normal_and_uncorrelated():
+    n, width = 20000, 40
+    drawn = low_rank.draw_start(jax.random.key(0), n, width)
+    start = np.asarray(low_rank.start_columns(drawn, width, jnp.float32))
+    covariance = start.T @ start / n
+    np.testing.assert_allclose(covariance, np.eye(width), atol=5 / np.sqrt(n))
+    assert abs(np.mean(start**4) - 3) < 0.1
 
 
 @pytest.mark.parametrize("rank", [1, 12])
@@ -143,25 +156,57 @@ def test_normalization_is_exact_and_of_any_scale():
     assert not np.any(unit)
 
 
-def test_cholesky_falls_back_to_householder_only_where_it_must(monkeypatch):
-    monkeypatch.setattr(low_rank, "orthonormalize_qr", lambda matrix: matrix * jnp.nan)
-    good = jax.random.normal(jax.random.key(0), (40, 12)) * 10.0 ** jnp.linspace(0, -8, 12)
-    basis = low_rank.orthonormalize_cholesky(good)
-    assert orthonormality(basis) <= 1e-5
-    np.testing.assert_allclose(basis @ (basis.T @ good), good, atol=1e-5)
-    singular = good.at[:, 5].set(0)
-    assert np.all(np.isnan(low_rank.orthonormalize_cholesky(singular)))
+DEPENDENT = {
+    "independent": lambda y: y,
+    "graded": lambda y: y * 10.0 ** -np.arange(12),
+    "graded and mixed": lambda y: (y * 10.0 ** -np.arange(12)) @ y[:12],
+    "of rank one": lambda y: np.outer(y[:, 0], y[:12, 0]),
+    "with a zero column and one twice": lambda y: np.c_[y[:, :5], y[:, :6], 0 * y[:, :1]],
+    "with two entries": lambda y: np.eye(40, 12)[::-1] * (np.arange(12) > 9),
+    "zero": lambda y: y * 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEPENDENT)
+def test_cholesky_needs_no_fallback(case):
+    """Orthonormal to rounding, and the span holds the columns."""
+    matrix = DEPENDENT[case](np.random.default_rng(0).normal(size=(40, 12)))
+    basis = jax.jit(low_rank.orthonormalize_cholesky)(jnp.asarray(matrix, jnp.float32))
+    basis = np.asarray(basis, np.float64)
+    assert orthonormality(basis) <= 2e-6
+    left_out = np.linalg.norm(matrix - basis @ (basis.T @ matrix))
+    assert left_out <= 1e-5 * np.linalg.norm(matrix)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_products_are_the_same_in_tiles_and_along_both_axes(axis):
+    matrix = jax.random.normal(jax.random.key(0), (16, 48))
+    x, y = (
+        jax.random.normal(jax.random.key(1), (48, 5)),
+        jax.random.normal(jax.random.key(2), (16, 5)),
+    )
+    held, tiling = matrix if axis == 0 else matrix.T, Tiling(6, axis)
+    products = low_rank.tiled_products(lambda tile: tiling.take(held, 1 - axis, tile), tiling)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
+    close(products.image(x), matrix @ x)
+    close(products.normal_image(y), matrix @ (matrix.T @ y))
+    close(products.project(y), matrix.T @ y)
+    residual, norm = products.norms(y, x)
+    close(residual, np.linalg.norm(matrix - y @ x.T))
+    close(norm, np.linalg.norm(matrix))
 
 
 @pytest.mark.parametrize("rotate", [True, False])
 def test_the_errors_at_every_rank_are_those_of_the_residuals(rotate):
     matrix = jnp.asarray(with_spectrum(np.geomspace(1, 1e-4, 24), (24, 40)), jnp.float32)
-    start = low_rank.gaussian_start(jax.random.key(0), 17, 40, jnp.float32)
-    q, u = low_rank.subspace_iteration(matrix, start, 3, "qr")
-    residual = low_rank.frobenius_norm(matrix - q @ u.T)
+    start = low_rank.start_columns(low_rank.draw_start(jax.random.key(0), 40, 17), 17, jnp.float32)
+    products = low_rank.products_of(matrix)
+    q = low_rank.subspace_iteration(products, products.image(start), 3, "qr")
+    u = products.project(q)
+    residual, norm = products.norms(q, u)
     if rotate:
         q, u = low_rank.rotate_to_principal(q, u)
-    errors = low_rank.tail_errors(matrix, u, residual)
+    errors = low_rank.tail_errors(low_rank.column_energies(u), residual, norm)
     true = [error(np.asarray(matrix, np.float64), q[:, :k], u[:, :k]) for k in range(1, 18)]
     np.testing.assert_allclose(errors, true / np.linalg.norm(matrix), rtol=0.01)
 

@@ -1,11 +1,21 @@
 """Capacities and the adaptive factorization of one matrix."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.rank import adaptive_srsi, resolve_capacity, sigmoid_growth
+from adapprox_jax.low_rank import draw_start, products_of, start_columns
+from adapprox_jax.rank import (
+    adaptive_srsi,
+    resolve_capacity,
+    sigmoid_growth,
+    warm_start,
+    work_sizes,
+    work_width,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,9 +47,7 @@ SETTINGS = dict(
     rank_interval=10,
     rank_growth=lambda xi: jnp.asarray(1),
     power_iterations=5,
-    oversampling=5,
     rotate=True,
-    warm_start=False,
     orthogonalization="qr",
     factor_dtype=jnp.float32,
 )
@@ -53,14 +61,41 @@ def decaying(shape=(24, 40), decay=0.6, seed=0):
     return jnp.asarray((left * decay ** np.arange(k)) @ right.T, jnp.float32)
 
 
-jitted = jax.jit(adaptive_srsi, static_argnames=tuple(SETTINGS))
+@functools.partial(jax.jit, static_argnames=(*SETTINGS, "warm", "oversampling"))
+def factor_jitted(
+    matrix, previous_u, rank, step, *, warm, oversampling, initial_rank, rotate, **settings
+):
+    (rows, columns), capacity = matrix.shape, previous_u.shape[1]
+    width_of = functools.partial(work_width, oversampling=oversampling, rotate=rotate)
+    sizes = work_sizes(capacity, rows, initial_rank)
+    drawn = draw_start(jax.random.key(0), columns, width_of(sizes[-1], rows))
+
+    def start_of(width):
+        start = start_columns(drawn, width, matrix.dtype)
+        return warm_start(start, previous_u, rank, 1.0) if warm else start
+
+    products = products_of(matrix)
+    return adaptive_srsi(
+        products,
+        start_of,
+        products.image(start_of(width_of(sizes[0], rows))),
+        jnp.zeros((rows, capacity)),
+        previous_u,
+        rank,
+        jnp.zeros(()),
+        step,
+        initial_rank=initial_rank,
+        rotate=rotate,
+        width_of=width_of,
+        **settings,
+    )
 
 
 def factor(matrix, capacity=12, step=1, rank=1, previous_u=None, **changes):
-    previous_u = jnp.zeros((matrix.shape[1], capacity)) if previous_u is None else previous_u
-    key = jax.random.key(0)
-    settings = {**SETTINGS, **changes}
-    return jitted(matrix, previous_u, jnp.asarray(rank), jnp.asarray(step), key, **settings)
+    warm = previous_u is not None
+    previous_u = previous_u if warm else jnp.zeros((matrix.shape[1], capacity))
+    settings = {**SETTINGS, "warm": warm, "oversampling": 5, **changes}
+    return factor_jitted(matrix, previous_u, jnp.asarray(rank), jnp.asarray(step), **settings)
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.05, 0.01])
@@ -92,7 +127,7 @@ def test_warm_start_with_one_iteration_converges():
     cold = factor(matrix, capacity=8, **fixed)
     factors = cold
     for step in range(2, 8):
-        factors = factor(matrix, 8, step, 8, previous_u=factors.u, warm_start=True, **fixed)
+        factors = factor(matrix, 8, step, 8, previous_u=factors.u, **fixed)
     optimum = np.linalg.norm(0.9 ** np.arange(8, 24)) / np.linalg.norm(0.9 ** np.arange(24))
     assert float(cold.error) > 1.05 * optimum
     assert float(factors.error) < 1.01 * optimum
