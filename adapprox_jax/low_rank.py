@@ -8,7 +8,7 @@ traced integer below it: columns beyond are zero. That keeps shapes static while
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
