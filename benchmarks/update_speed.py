@@ -1,7 +1,7 @@
 """Time and memory of an optimizer's update: `python -m benchmarks.update_speed`.
 
 All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
-slows all of them; the figures are medians over cycles. A cycle has `rank_interval` steps, those
+slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side. A cycle has `rank_interval` steps, those
 that choose ranks included. Memory is what the compiler plans (`memory_analysis`). Results go to
 `benchmarks/results/update_speed_<model>_<device>.json` and a picture beside it.
 """
@@ -38,8 +38,8 @@ class Runner:
     """One contender: its compiled step, what it works on, and its times."""
 
     name: str
-    step: Callable[[Any, Any], Any]  # (state, fixed operands) -> state, the state donated
-    state: Any
+    step: Callable[[Any, Any], Any]  # (state, fixed operands) -> (state, the rest of its results)
+    state: Any  # donated
     operands: Any
     record: dict[str, Any]
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -48,20 +48,34 @@ class Runner:
         """Runs and times `steps` steps."""
         start = time.perf_counter()
         for _ in range(steps):
-            self.state = self.step(self.state, self.operands)
-        jax.block_until_ready(self.state)
+            self.state, rest = self.step(self.state, self.operands)
+        jax.block_until_ready((self.state, rest))
         self.seconds.append((time.perf_counter() - start) / steps)
 
 
-def update_runner(name: str, params: Any, grads: Any) -> Runner:
-    """The update alone: new updates and state from gradients, with the old state donated."""
+def update_runner(name: str, params: Any, grads: Any, in_place: bool = False) -> Runner:
+    """The update alone: new updates and state from gradients, with the old state donated.
+
+    Args:
+      name: Name of the contender.
+      params: Parameters.
+      grads: Gradients.
+      in_place: Donate the last updates too, whose memory the next ones then take.
+    """
     tx = CONTENDERS[name]()
 
-    def step(carry: Any, operands: Any) -> Any:
+    def step(state: Any, operands: Any) -> Any:
         grads, params = operands
-        return tx.update(grads, carry[1], params)
+        updates, state = tx.update(grads, state, params)
+        return state, updates
 
-    state = (jax.tree.map(jnp.zeros_like, params), jax.jit(tx.init)(params))
+    def step_in_place(state: Any, operands: Any) -> Any:
+        state, updates = step(state[0], operands)
+        return (state, updates), ()
+
+    state = jax.jit(tx.init)(params)
+    if in_place:
+        state, step = (state, jax.tree.map(jnp.zeros_like, params)), step_in_place
     return compiled_runner(name, tx, params, step, state, (grads, params))
 
 
@@ -75,7 +89,7 @@ def training_runner(name: str, config: Any, batch: int) -> Runner:
         params, state = carry
         grads = jax.grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
         updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        return (optax.apply_updates(params, updates), state), ()
 
     return compiled_runner(name, tx, params, step, (params, jax.jit(tx.init)(params)), tokens)
 
@@ -122,6 +136,7 @@ def main(
     contenders: tuple[str, ...] = ("adamw", "adafactor", "adapprox", "adapprox rank 16"),
     cycles: int = 5,
     steps: int = 10,
+    in_place: bool = False,
     training_step: bool = False,
     batch: int = 32,
     output: pathlib.Path | None = None,
@@ -133,6 +148,7 @@ def main(
       contenders: Names from `benchmarks/contenders.py`; "all" for all of them.
       cycles: Cycles of which the median is taken, after one that is not counted.
       steps: Steps of a cycle: at least `rank_interval`.
+      in_place: Let the updates take the place of the last ones, and not that of new memory.
       training_step: Time the whole training step in bfloat16, and not the update alone.
       batch: Sequences of the training step.
       output: Where the JSON goes; the PNG lies beside it.
@@ -150,18 +166,20 @@ def main(
     else:
         shapes = parameter_shapes(model)
         params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
-        runners = [update_runner(name, params, grads) for name in names]
+        runners = [update_runner(name, params, grads, in_place) for name in names]
     records = measure(runners, cycles, steps)
-    reference = records.get("adafactor", records[names[0]])["seconds"]
+    reference = "adafactor" if "adafactor" in names else names[0]
+    base = records[reference]["seconds_of_cycles"]
     for record in records.values():
-        record["over_adafactor" if "adafactor" in records else f"over_{names[0]}"] = (
-            record["seconds"] / reference
-        )
+        ratios = [s / b for s, b in zip(record["seconds_of_cycles"], base, strict=True)]
+        record[f"over_{reference}"] = statistics.median(ratios)
     what = f"training_step_{batch}" if training_step else "update_speed"
+    what += "_in_place" if in_place else ""
     result = {
         "command": shlex.join(
             ["python", "-m", "benchmarks.update_speed", "--model", model, "--contenders", *names]
             + ["--cycles", str(cycles), "--steps", str(steps)]
+            + (["--in-place"] if in_place else [])
             + (["--training-step", "--batch", str(batch)] if training_step else [])
         ),
         "device": device,

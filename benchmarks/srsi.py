@@ -1,0 +1,219 @@
+"""Error and time of S-RSI against rank, the paper's Figure 2: `python -m benchmarks.srsi`.
+
+The matrices are exact second moments from a real training run: a GPT-2 of two layers, as wide as
+the 345M model, trained by Adam on the source text of the standard library. Each method factors each
+of them: S-RSI, the singular value decomposition, and Adafactor's row and column means (rank 1).
+Results go to `benchmarks/results/srsi_<device>.json` and a picture beside it.
+"""
+
+import functools
+import json
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import adapprox_jax
+from adapprox_jax.low_rank import relative_error
+from examples.gpt2 import data as text
+from examples.gpt2.model import GPT, GPTConfig, loss
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+VOCABULARY = 512
+
+
+def second_moments(width: int, layers: int, steps: int) -> dict[str, jax.Array]:
+    """Trains a GPT-2 by Adam and returns the exact second moments of its matrices, by path.
+
+    Args:
+      width: Size of the residual stream.
+      layers: Number of blocks.
+      steps: Updates of four windows of 128 tokens.
+
+    Returns:
+      Matrices (m, n), m <= n.
+    """
+    config = GPTConfig(layers, width, width // 64, context=128, vocabulary=VOCABULARY)
+    tokens = text.load(None, vocabulary=VOCABULARY).train
+    graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
+    tx = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any]:
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), batch))(params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(tx.init)(params)
+    windows = text.batches(tokens, config.context, 4, 0)
+    for _ in tqdm(range(steps), desc="training", unit="step"):
+        params, state = step(params, state, jnp.asarray(next(windows)))
+    windows.close()
+    nu = optax.tree.get(state, "nu")
+    leaves = jax.tree_util.tree_leaves_with_path(nu)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): v
+        if v.shape[0] <= v.shape[1]
+        else v.T
+        for path, v in leaves
+        if v.ndim == 2 and min(v.shape) >= 512
+    }
+
+
+def adafactor(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Adafactor's rank-1 factorization as q, u: row sums times column sums over the total."""
+    rows, columns = jnp.sum(matrix, axis=1, keepdims=True), jnp.sum(matrix, axis=0, keepdims=True)
+    return rows / jnp.sum(rows), columns.T
+
+
+def truncated_svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`jnp.linalg.svd` without the directions that do not exist."""
+    return jnp.linalg.svd(matrix, full_matrices=False)
+
+
+def seconds(function: Callable[..., Any], *arguments: Any) -> float:
+    """Wall time of one call."""
+    start = time.perf_counter()
+    jax.block_until_ready(function(*arguments))
+    return time.perf_counter() - start
+
+
+def measure(
+    moments: dict[str, jax.Array], ranks: tuple[int, ...], rounds: int
+) -> dict[str, dict[str, Any]]:
+    """Errors of each method at each rank, means over the matrices, and times on the largest one.
+
+    Args:
+      moments: Second moments.
+      ranks: Ranks to factor at.
+      rounds: How often each method is timed, all in turn; the median counts.
+
+    Returns:
+      For each method its `error` by rank, its `seconds`, and `times_faster_than_svd`.
+    """
+    largest = max(moments.values(), key=lambda matrix: matrix.size)
+    key = jax.random.key(0)
+    svd, rank_one = jax.jit(truncated_svd), jax.jit(adafactor)
+    srsi = {
+        rank: jax.jit(functools.partial(adapprox_jax.srsi, rank=rank, key=key)) for rank in ranks
+    }
+    timed: dict[str, Callable[..., Any]] = {"svd": svd, "adafactor": rank_one}
+    timed |= {f"srsi {rank}": function for rank, function in srsi.items()}
+
+    xi = jax.jit(relative_error)
+    errors: dict[str, list[float]] = {}
+    for matrix in tqdm(moments.values(), desc="errors", unit="matrix"):
+        left, values, right = svd(matrix)
+        errors.setdefault("adafactor", []).append(float(xi(matrix, *rank_one(matrix))))
+        for rank in ranks:
+            errors.setdefault(f"srsi {rank}", []).append(float(xi(matrix, *srsi[rank](matrix))))
+            best = left[:, :rank], (right[:rank] * values[:rank, None]).T
+            errors.setdefault(f"svd {rank}", []).append(float(xi(matrix, *best)))
+
+    times: dict[str, list[float]] = {name: [] for name in timed}
+    for round_ in tqdm(range(rounds + 1), desc="times", unit="round"):
+        for name, function in timed.items():
+            spent = seconds(function, largest)
+            if round_:  # the first round compiles
+                times[name].append(spent)
+    median = {name: statistics.median(spent) for name, spent in times.items()}
+    records: dict[str, dict[str, Any]] = {}
+    for name, values in errors.items():
+        method = name if name in median else name.split()[0]
+        records[name] = {
+            "error": float(np.mean(values)),
+            "seconds": median[method],
+            "times_faster_than_svd": median["svd"] / median[method],
+        }
+    return records
+
+
+def main(
+    width: int = 1024,
+    layers: int = 2,
+    steps: int = 100,
+    ranks: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 256),
+    rounds: int = 7,
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON and a PNG.
+
+    Args:
+      width: Width of the model whose second moments are factored; its largest are width x 4 width.
+      layers: Its blocks.
+      steps: Updates it is trained for.
+      ranks: Ranks to factor at, at most `width`.
+      rounds: How often each method is timed.
+      output: Where the JSON goes; the PNG lies beside it.
+    """
+    if width % 64 or min(width, layers, steps, rounds) < 1:
+        raise SystemExit(
+            f"{width=}, {layers=}, {steps=}, {rounds=}; allowed: from 1, width in steps of 64."
+        )
+    if not ranks or not 1 <= min(ranks) <= max(ranks) <= width:
+        raise SystemExit(f"{ranks=}; allowed: integers from 1 to width = {width}.")
+    moments = second_moments(width, layers, steps)
+    if not moments:
+        raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
+    device = jax.devices()[0].device_kind
+    result = {
+        "command": f"python -m benchmarks.srsi --width {width} --layers {layers} --steps {steps}"
+        f" --ranks {' '.join(map(str, ranks))} --rounds {rounds}",
+        "device": device,
+        "jax": jax.__version__,
+        "matrices": {name: list(matrix.shape) for name, matrix in moments.items()},
+        "timed_on": list(max(moments.values(), key=lambda matrix: matrix.size).shape),
+        "records": measure(moments, ranks, rounds),
+    }
+    kind = re.sub(r"\W+", "_", device).lower()
+    path = output or RESULTS / f"srsi_{kind}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print("| | mean error | seconds | times faster than the SVD |\n| --- | ---: | ---: | ---: |")
+    for name, record in result["records"].items():
+        print(
+            f"| {name} | {record['error']:.4f} | {record['seconds']:.4f}"
+            f" | {record['times_faster_than_svd']:.1f} |"
+        )
+    draw(result, path.with_suffix(".png"))
+    print(f"written: {path}")
+    return result
+
+
+def draw(result: dict[str, Any], path: pathlib.Path) -> None:
+    """Draws error and time against rank."""
+    figure = Figure(figsize=(9, 4))
+    left, right = figure.subplots(1, 2)
+    for method in ("srsi", "svd"):
+        points = [
+            (int(name.split()[1]), record)
+            for name, record in result["records"].items()
+            if name.startswith(method)
+        ]
+        ranks = [rank for rank, _ in points]
+        left.plot(ranks, [r["error"] for _, r in points], marker="o", markersize=3, label=method)
+        right.plot(ranks, [r["seconds"] for _, r in points], marker="o", markersize=3, label=method)
+    record = result["records"]["adafactor"]
+    left.scatter([1], [record["error"]], marker="x", color="C2", label="adafactor")
+    right.scatter([1], [record["seconds"]], marker="x", color="C2", label="adafactor")
+    left.set(xlabel="rank", ylabel="mean relative error", xscale="log", yscale="log")
+    size = " x ".join(map(str, result["timed_on"]))
+    right.set(xlabel="rank", ylabel=f"seconds, {size}", xscale="log", yscale="log")
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
