@@ -1,9 +1,10 @@
 """Time and memory of an optimizer's update: `python -m benchmarks.update_speed`.
 
 All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
-slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side. A cycle has `rank_interval` steps, those
-that choose ranks included. Memory is what the compiler plans (`memory_analysis`). Results go to
-`benchmarks/results/update_speed_<model>_<device>.json` and a picture beside it.
+slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
+A cycle has `rank_interval` steps, those that choose ranks included. Memory is what the compiler
+plans (`memory_analysis`). Results go to `benchmarks/results/update_speed_<model>_<device>.json` and
+a picture beside it.
 """
 
 import dataclasses
