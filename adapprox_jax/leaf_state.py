@@ -108,7 +108,7 @@ def check_leaf(
         given = (*batch, min(rows, columns), max(rows, columns))
         q_shape, u_shape = unbox(state.q).shape, unbox(state.u).shape
         expected = (*q_shape[:-1], u_shape[-2])
-        what = f" is seen as matrices {given} (batch, shorter, longer side); its state is for"
+        what = f" is seen as matrices {given} (shorter side first); its state has factors of"
     else:
         given, expected, what = shape, unbox(state.nu).shape, "; its state was made for"
     if given != expected:

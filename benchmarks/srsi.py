@@ -45,7 +45,8 @@ def second_moments(width: int, layers: int, steps: int) -> dict[str, jax.Array]:
       Matrices (m, n), m <= n.
     """
     config = GPTConfig(layers, width, width // 64, context=128, vocabulary=VOCABULARY)
-    tokens = text.load(None, vocabulary=VOCABULARY).train
+    cache = pathlib.Path("runs/data")
+    tokens = text.load(None, vocabulary=VOCABULARY, context=config.context, cache=cache).train
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     tx = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
 

@@ -65,19 +65,14 @@ def update_runner(name: str, params: Any, grads: Any, in_place: bool = False) ->
     """
     tx = CONTENDERS[name]()
 
-    def step(state: Any, operands: Any) -> Any:
+    def step(carry: Any, operands: Any) -> Any:
         grads, params = operands
-        updates, state = tx.update(grads, state, params)
-        return state, updates
-
-    def step_in_place(state: Any, operands: Any) -> Any:
-        state, updates = step(state[0], operands)
-        return (state, updates), ()
+        updates, state = tx.update(grads, carry[0], params)
+        return ((state, updates), ()) if in_place else ((state,), updates)
 
     state = jax.jit(tx.init)(params)
-    if in_place:
-        state, step = (state, jax.tree.map(jnp.zeros_like, params)), step_in_place
-    return compiled_runner(name, tx, params, step, state, (grads, params))
+    carry = (state, jax.tree.map(jnp.zeros_like, params)) if in_place else (state,)
+    return compiled_runner(name, tx, params, step, carry, (grads, params))
 
 
 def training_runner(name: str, config: Any, batch: int) -> Runner:
