@@ -125,7 +125,7 @@ def srsi(
     power_iterations: int = 5,
     oversampling: int = 5,
     rotate: bool = True,
-    orthogonalization: Orthogonalization = "qr",
+    orthogonalization: Orthogonalization = "cholesky",
 ) -> tuple[jax.Array, jax.Array]:
     """Streamlined randomized subspace iteration: `matrix` is approximated by `q @ u.T`.
 
@@ -137,8 +137,8 @@ def srsi(
       oversampling: p >= 0, further columns worked on; k + p is cut to min(m, n).
       rotate: Choose the best k of the k + p directions before truncation. False is the
         algorithm as printed, where the p columns have no effect.
-      orthogonalization: "qr" (Householder) or "cholesky" (Cholesky QR, made of matrix products,
-        with a fallback to Householder where it fails).
+      orthogonalization: "cholesky" (Cholesky QR, made of matrix products) or "qr" (Householder, as
+        the paper has it).
 
     Returns:
       q of shape (m, k) with orthonormal columns and u = A^T q of shape (n, k), float32 or wider.
