@@ -1,0 +1,49 @@
+"""The benchmark of S-RSI; its times are not looked at."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("matplotlib")
+
+from benchmarks import srsi
+
+
+def test_errors_are_between_those_of_adafactor_and_the_svd(tmp_path, monkeypatch, capsys):
+    moments = {
+        str(seed): jnp.square(jax.random.normal(jax.random.key(seed), (32, 64))) for seed in (0, 1)
+    }
+    monkeypatch.setattr(srsi, "second_moments", lambda *_: moments)
+    path = tmp_path / "srsi.json"
+    srsi.main(width=64, ranks=(1, 8), rounds=1, output=path)
+    records = json.loads(path.read_text())["records"]
+    assert set(records) == {"adafactor", "srsi 1", "svd 1", "srsi 8", "svd 8"}
+    for rank in (1, 8):
+        best = records[f"svd {rank}"]["error"]
+        assert best <= records[f"srsi {rank}"]["error"] <= 1.02 * best
+    assert records["svd 1"]["error"] <= records["adafactor"]["error"] <= 1
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "| srsi 8 |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_second_moments_come_from_a_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moments = srsi.second_moments(width=512, layers=1, steps=2)
+    assert {matrix.shape for matrix in moments.values()} == {(512, 512), (512, 1536), (512, 2048)}
+    assert all(float(matrix.min()) >= 0 < float(matrix.max()) for matrix in moments.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(width=100), "width=100, .*; allowed: from 1, width in steps of 64"),
+        (dict(ranks=(0, 2)), r"ranks=\(0, 2\); allowed: integers from 1 to width = 1024"),
+    ],
+)
+def test_bad_arguments_are_named(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        srsi.main(**arguments)
