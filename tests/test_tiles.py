@@ -1,0 +1,74 @@
+"""Tiles change nothing but the memory that is used."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adapprox_jax
+from adapprox_jax import tiles
+
+SETTINGS = {
+    "fixed": dict(max_rank=4),
+    "five iterations": dict(max_rank=4, power_iterations=5, warm_start=False),
+    "adaptive": dict(initial_rank=1, max_rank=20, rank_interval=2, error_threshold=0.3),
+    "bfloat16 factors": dict(max_rank=4, factor_dtype=jnp.bfloat16, approximate="moment"),
+}
+
+
+def three_updates(shape, settings):
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
+    state = tx.init(jnp.zeros(shape))
+    update = jax.jit(tx.update)  # of its own, so that it is traced anew
+    scale = jnp.exp(jax.random.normal(jax.random.key(9), shape))
+    for seed in range(3):
+        updates, state = update(scale * jax.random.normal(jax.random.key(seed), shape), state)
+    return updates, state
+
+
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (97, 24)])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_updates_in_tiles_are_those_of_the_whole(settings, shape, monkeypatch):
+    expected, expected_state = three_updates(shape, settings)
+    monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
+    monkeypatch.setattr(tiles, "_TILE", 500)
+    assert (tiles.tiling_of(shape).tiles > 1) == (97 not in shape)  # a prime has no divisors
+    actual, state = three_updates(shape, settings)
+    assert int(state.rank) == int(expected_state.rank)
+    np.testing.assert_allclose(state.error, expected_state.error, rtol=1e-3)
+    # Ill-conditioned random columns turn rounding into 1e-3 of a factor's smallest entries.
+    difference = np.linalg.norm(actual - expected)
+    assert difference <= 1e-3 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((768, 3072), 1),
+        ((50304, 768), 32),  # tiles of 1572 rows, 4.6 MiB
+        ((50257, 768), 29),  # the only divisor that fits
+        ((50021, 768), 1),  # a prime
+        ((4096, 16384), 64),
+    ],
+)
+def test_tile_counts(shape, expected):
+    assert tiles.tiling_of(shape).tiles == expected
+    assert tiles.tiling_of(shape[::-1]).tiles == expected
+
+
+@pytest.mark.parametrize("settings", [dict(max_rank=4), dict(initial_rank=1, max_rank=4)])
+def test_temporaries_are_those_of_one_leaf_and_not_of_all(settings):
+    """Of XLA's plan: with all leaves at once it would hold a matrix or two of each."""
+    params = {str(i): jnp.zeros((256, 512)) for i in range(8)}
+    tx = adapprox_jax.adapprox(1e-3, **settings)
+
+    def temporaries(params):
+        compiled = (
+            jax.jit(tx.update, donate_argnums=(0, 1))
+            .lower(params, jax.eval_shape(tx.init, params), params)
+            .compile()
+        )
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    one, all_ = temporaries({"0": params["0"]}), temporaries(params)
+    assert all_ <= one + 2 * params["0"].nbytes
