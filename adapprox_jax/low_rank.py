@@ -350,17 +350,20 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
       The turned q and u.
     """
     # The singular vectors of the triangular factor, not the eigenvectors of u^T u: squaring would
-    # lose the directions below 3e-4 of the largest in float32. Cholesky of u^T u with columns
-    # scaled to norm 1 keeps them, since what the iteration leaves has nearly orthogonal columns.
+    # lose the directions below 3e-4 of the largest in float32. Cholesky QR with columns of norm 1,
+    # shifted and once again without a shift, keeps them.
     width = u.shape[1]
-    unit = unit_columns(u)
-    norms = jnp.sqrt(column_energies(u))
-    gram = contract(unit, unit, 0)
-    shift = width * float(np.finfo(u.dtype).eps)
-    factor = jax.lax.linalg.cholesky(gram + shift * jnp.eye(width, dtype=u.dtype))
-    # Norms alone still make a rotation.
-    factor = jnp.where(jnp.isfinite(factor), factor, jnp.eye(width, dtype=u.dtype))
-    _, _, turn = jnp.linalg.svd(factor.T * norms)
+    eye = jnp.eye(width, dtype=u.dtype)
+    basis = unit_columns(u)
+    triangle = eye * jnp.sqrt(column_energies(u))
+    for shift in (width * float(np.finfo(u.dtype).eps), 0.0):
+        gram = contract(basis, basis, 0)
+        factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
+        factor = jnp.where(jnp.isfinite(factor), factor, eye)  # what came before still turns
+        triangle = matmul(factor.T, triangle)
+        inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
+        basis = matmul(basis, inverse.T)
+    _, _, turn = jnp.linalg.svd(triangle)
     return matmul(q, turn.T), matmul(u, turn.T)
 
 
