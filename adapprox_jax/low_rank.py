@@ -163,7 +163,8 @@ def srsi(
     require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
-    start = start_columns(draw_start(key, matrix.shape[1], width), width, unit.dtype)
+    drawn = draw_start(key, matrix.shape[1], width, unit.dtype)
+    start = start_columns(drawn, width, unit.dtype)
     products = products_of(unit)
     q = subspace_iteration(products, products.image(start), power_iterations, orthogonalization)
     u = products.project(q)
@@ -204,13 +205,16 @@ class RandomStart(NamedTuple):
     signs: jax.Array  # (blocks, n), 1 or -1 with even odds
 
 
-def draw_start(key: jax.Array, n: int, width: int) -> RandomStart:
+def draw_start(
+    key: jax.Array, n: int, width: int, dtype: jax.typing.DTypeLike = jnp.float32
+) -> RandomStart:
     """Draws what a random start of up to `width` columns and n rows needs: once for many matrices.
 
     Args:
       key: JAX random key.
       n: Rows of the start.
       width: Most columns.
+      dtype: float32 or float64, the widest type of the matrices.
 
     Returns:
       The draws. More columns leave the first ones as they were.
@@ -220,8 +224,8 @@ def draw_start(key: jax.Array, n: int, width: int) -> RandomStart:
     words, bits = np.divmod(blocks, 32)
     drawn = jax.random.bits(sign_key, (words[-1] + 1, n), jnp.uint32)
     is_set = (drawn[words] >> bits[:, None].astype(np.uint32)) & 1
-    normals = jax.random.normal(normal_key, (_NORMALS, n), jnp.float32)
-    return RandomStart(normals, 1 - 2 * is_set.astype(jnp.float32))
+    normals = jax.random.normal(normal_key, (_NORMALS, n), dtype)
+    return RandomStart(normals, 1 - 2 * is_set.astype(dtype))
 
 
 def start_columns(

@@ -215,9 +215,11 @@ def scale_by_adapprox(
             state,
             lambda capacity, rows: width_of(work_sizes(capacity, rows, initial_rank)[-1], rows),
         )
+        dtypes = (unbox(grad).dtype for grad in jax.tree.leaves(updates, is_leaf=is_box))
+        dtype = jnp.result_type(jnp.float32, *dtypes)
         scalars = StepScalars(
             step=count,
-            drawn=draw_start(jax.random.fold_in(key, count), longest, widest),
+            drawn=draw_start(jax.random.fold_in(key, count), longest, widest, dtype),
             b2=b2,
             eps=eps,
             eps_root=eps_root,

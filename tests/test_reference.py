@@ -106,7 +106,7 @@ def compare(
     for t, gradient in enumerate(structured_gradients(decades), start=1):
         key = jax.random.fold_in(jax.random.key(KEY), t)
         start = np.asarray(
-            start_columns(draw_start(key, SHAPE[1], width), width, dtype), np.float64
+            start_columns(draw_start(key, SHAPE[1], width, dtype), width, dtype), np.float64
         )
         expected, expected_state = reference.step(gradient, weights, expected_state, start, s)
         actual, state = update(jnp.asarray(gradient, dtype), state, params)
