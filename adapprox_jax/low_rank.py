@@ -20,7 +20,7 @@ from adapprox_jax.validation import require, require_choice, require_integer
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ORTHOGONALIZATIONS = ("qr", "cholesky")
 
-_MOST_ROUNDS = 12  # of Cholesky QR; 2 to 5 are usual
+_MOST_ROUNDS = 12  # of Cholesky QR; 3 to 6 are usual
 _NORMALS = 8  # Gaussian columns that a random start is made of
 
 # On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
@@ -52,7 +52,7 @@ def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
 
 
 def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
-    """Q @ u.T, turned so that q stands along `axis`."""
+    """The product q @ u.T, turned so that q stands along `axis`."""
     return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
 
 
@@ -289,35 +289,40 @@ def orthonormalize_qr(matrix: jax.Array) -> jax.Array:
 def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
     """Orthonormal basis of the columns of an (m, width) matrix by shifted Cholesky QR.
 
-    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift until Y is orthonormal
-    (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization of ill-conditioned
-    matrices"). Each round stretches what is independent of the columns before by up to 1 / shift,
-    and a trace of fixed noise stands in for what is not, so that dependent and zero columns, too,
-    become unit vectors: there is no breakdown to fall back from.
+    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift until Y is nearly
+    orthonormal, and once more without a shift (Fukaya et al., 2020, "Shifted Cholesky QR for
+    computing the QR factorization of ill-conditioned matrices"). A shifted round stretches what is
+    independent of the columns before by up to 1 / sqrt(shift), and a trace of fixed noise stands in
+    for what is not, so that dependent and zero columns, too, become unit vectors: there is no
+    breakdown to fall back from.
     """
+    return cholesky_rounds(matrix)[0]
+
+
+def cholesky_rounds(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`orthonormalize_cholesky` and the number of rounds that it took, an int32 scalar."""
     rows, width = matrix.shape
     epsilon = float(np.finfo(matrix.dtype).eps)
     eye = jnp.eye(width, dtype=matrix.dtype)
     basis = unit_columns(matrix) + epsilon / rows**0.5 * _noise(rows, width, matrix.dtype)
 
-    def deviation(gram: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(gram - eye))
-
     def one_round(carry: Any) -> Any:
-        rounds, basis, gram = carry
-        # A gram matrix near the identity has no eigenvalue near zero.
-        shift = jnp.where(deviation(gram) < 0.5 / width, 0, 4 * width * epsilon)
+        rounds, basis, _ = carry
+        gram = contract(basis, basis, 0)
+        # A gram matrix near the identity has no eigenvalue near zero, and one round without a shift
+        # then leaves nothing but rounding.
+        is_last = jnp.max(jnp.abs(gram - eye)) < 0.5 / width
+        shift = jnp.where(is_last, 0, 4 * width * epsilon)
         factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
         inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        basis = matmul(basis, inverse.T)
-        return rounds + 1, basis, contract(basis, basis, 0)
+        return rounds + 1, matmul(basis, inverse.T), is_last
 
-    _, basis, _ = jax.lax.while_loop(
-        lambda carry: (deviation(carry[2]) > 3 * epsilon) & (carry[0] < _MOST_ROUNDS),
+    rounds, basis, _ = jax.lax.while_loop(
+        lambda carry: ~carry[2] & (carry[0] < _MOST_ROUNDS),
         one_round,
-        (jnp.int32(0), basis, contract(basis, basis, 0)),
+        (jnp.int32(0), basis, jnp.zeros((), bool)),
     )
-    return basis
+    return basis, rounds
 
 
 def unit_columns(matrix: jax.Array) -> jax.Array:

@@ -178,6 +178,16 @@ def test_cholesky_needs_no_fallback(case):
     assert left_out <= 1e-5 * np.linalg.norm(matrix)
 
 
+@pytest.mark.parametrize("width", [13, 69, 261])
+def test_cholesky_stops_once_orthonormal(width):
+    """Rounding leaves more than 3 epsilon: rounds that wait for less than that never end."""
+    matrix = jax.random.normal(jax.random.key(0), (768, width))
+    _, rounds = jax.jit(low_rank.cholesky_rounds)(matrix)
+    assert int(rounds) <= 3
+    _, rounds = jax.jit(low_rank.cholesky_rounds)(matrix * 0.5 ** jnp.arange(width))
+    assert int(rounds) <= 6
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_products_are_the_same_in_tiles_and_along_both_axes(axis):
     matrix = jax.random.normal(jax.random.key(0), (16, 48))
