@@ -3,8 +3,8 @@
 All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
 slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
 A cycle has `rank_interval` steps, those that choose ranks included. Memory is what the compiler
-plans (`memory_analysis`). Results go to `benchmarks/results/update_speed_<model>_<device>.json` and
-a picture beside it.
+plans (`memory_analysis`). Results go to `benchmarks/results/update_speed_<models>_<device>.json`
+and a picture beside it.
 """
 
 import dataclasses
@@ -36,9 +36,10 @@ MIB = 2**20
 
 @dataclasses.dataclass
 class Runner:
-    """One contender: its compiled step, what it works on, and its times."""
+    """One contender on one model: its compiled step, what it works on, and its times."""
 
     name: str
+    model: str
     step: Callable[[Any, Any], Any]  # (state, fixed operands) -> (state, the rest of its results)
     state: Any  # donated
     operands: Any
@@ -54,11 +55,12 @@ class Runner:
         self.seconds.append((time.perf_counter() - start) / steps)
 
 
-def update_runner(name: str, params: Any, grads: Any, in_place: bool = False) -> Runner:
+def update_runner(name: str, model: str, params: Any, grads: Any, in_place: bool) -> Runner:
     """The update alone: new updates and state from gradients, with the old state donated.
 
     Args:
       name: Name of the contender.
+      model: Name of the model.
       params: Parameters.
       grads: Gradients.
       in_place: Donate the last updates too, whose memory the next ones then take.
@@ -72,12 +74,13 @@ def update_runner(name: str, params: Any, grads: Any, in_place: bool = False) ->
 
     state = jax.jit(tx.init)(params)
     carry = (state, jax.tree.map(jnp.zeros_like, params)) if in_place else (state,)
-    return compiled_runner(name, tx, params, step, carry, (grads, params))
+    return compiled_runner(name, model, tx, params, step, carry, (grads, params))
 
 
-def training_runner(name: str, config: Any, batch: int) -> Runner:
-    """The whole training step: forward, backward, update, with everything donated."""
+def training_runner(name: str, model: str, batch: int) -> Runner:
+    """The whole training step in bfloat16: forward, backward, update, with everything donated."""
     tx = CONTENDERS[name]()
+    config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     tokens = jax.random.randint(jax.random.key(0), (batch, config.context + 1), 0, 50257)
 
@@ -87,11 +90,18 @@ def training_runner(name: str, config: Any, batch: int) -> Runner:
         updates, state = tx.update(grads, state, params)
         return (optax.apply_updates(params, updates), state), ()
 
-    return compiled_runner(name, tx, params, step, (params, jax.jit(tx.init)(params)), tokens)
+    carry = (params, jax.jit(tx.init)(params))
+    return compiled_runner(name, model, tx, params, step, carry, tokens)
 
 
 def compiled_runner(
-    name: str, tx: Any, params: Any, step: Callable[..., Any], state: Any, operands: Any
+    name: str,
+    model: str,
+    tx: Any,
+    params: Any,
+    step: Callable[..., Any],
+    state: Any,
+    operands: Any,
 ) -> Runner:
     """Compiles a step and notes how long that took and what memory it plans to use."""
     lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, operands)
@@ -104,15 +114,28 @@ def compiled_runner(
         "temporaries_mib": memory.temp_size_in_bytes / MIB,
         "compile_seconds": seconds,
     }
-    return Runner(name, compiled, state, operands, record)
+    return Runner(name, model, compiled, state, operands, record)
 
 
-def measure(runners: Sequence[Runner], cycles: int, steps: int) -> dict[str, dict[str, Any]]:
-    """Runs the contenders in turn, first one cycle that is not counted; returns their records."""
-    bar = tqdm(total=(cycles + 1) * len(runners), unit="cycle")
+def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float) -> None:
+    """Runs the contenders in turn, first one cycle that is not counted, and fills their records.
+
+    A contender whose cycle would take longer than `patience` seconds, by its first two steps, is
+    left out of the rounds: the second step is its figure.
+    """
+    for runner in tqdm(runners, desc="first steps", unit="contender"):
+        runner.cycle(1)
+        runner.cycle(1)
+        if runner.seconds[-1] * steps > patience:
+            runner.record["cycles_left_out"] = True
+            del runner.seconds[0]
+        else:
+            runner.seconds.clear()
+    in_turn = [runner for runner in runners if not runner.seconds]
+    bar = tqdm(total=(cycles + 1) * len(in_turn), unit="cycle")
     for round_ in range(cycles + 1):
-        for runner in runners:
-            bar.set_description(runner.name)
+        for runner in in_turn:
+            bar.set_description(f"{runner.name}, {runner.model}")
             runner.cycle(steps)
             if round_ == 0:
                 runner.seconds.clear()
@@ -124,29 +147,37 @@ def measure(runners: Sequence[Runner], cycles: int, steps: int) -> dict[str, dic
         ranks = optax.tree.get(runner.state, "rank")
         if ranks is not None:
             runner.record["ranks"] = sorted({int(r) for r in jax.tree.leaves(ranks)})
-    return {runner.name: runner.record for runner in runners}
+
+
+def ratio(runner: Runner, base: Runner) -> float:
+    """Median of the ratios of cycles side by side; of medians where one of them has none."""
+    if len(runner.seconds) != len(base.seconds):
+        return statistics.median(runner.seconds) / statistics.median(base.seconds)
+    return statistics.median(s / b for s, b in zip(runner.seconds, base.seconds, strict=True))
 
 
 def main(
-    model: Literal["tiny", "117M", "345M"] = "117M",
+    models: tuple[Literal["tiny", "117M", "345M"], ...] = ("117M",),
     contenders: tuple[str, ...] = ("adamw", "adafactor", "adapprox", "adapprox rank 16"),
     cycles: int = 5,
     steps: int = 10,
     in_place: bool = False,
     training_step: bool = False,
     batch: int = 32,
+    patience: float = 60.0,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Measures updates, prints a table and writes JSON and a PNG.
 
     Args:
-      model: Whose parameters: a row of the paper's Table 1, or tiny.
+      models: Whose parameters: rows of the paper's Table 1, or tiny.
       contenders: Names from `benchmarks/contenders.py`; "all" for all of them.
       cycles: Cycles of which the median is taken, after one that is not counted.
       steps: Steps of a cycle: at least `rank_interval`.
       in_place: Let the updates take the place of the last ones, and not that of new memory.
       training_step: Time the whole training step in bfloat16, and not the update alone.
       batch: Sequences of the training step.
+      patience: Seconds a cycle may take; slower contenders are measured by one step.
       output: Where the JSON goes; the PNG lies beside it.
     """
     names = tuple(CONTENDERS) if contenders == ("all",) else contenders
@@ -156,66 +187,78 @@ def main(
     if min(cycles, steps, batch) < 1:
         raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
     device = jax.devices()[0].device_kind
-    if training_step:
-        config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
-        runners = [training_runner(name, config, batch) for name in names]
-    else:
-        shapes = parameter_shapes(model)
-        params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
-        runners = [update_runner(name, params, grads, in_place) for name in names]
-    records = measure(runners, cycles, steps)
+    runners = []
+    for model in models:
+        if training_step:
+            runners += [training_runner(name, model, batch) for name in names]
+        else:
+            shapes = parameter_shapes(model)
+            params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
+            runners += [update_runner(name, model, params, grads, in_place) for name in names]
+    measure(runners, cycles, steps, patience)
     reference = "adafactor" if "adafactor" in names else names[0]
-    base = records[reference]["seconds_of_cycles"]
-    for record in records.values():
-        ratios = [s / b for s, b in zip(record["seconds_of_cycles"], base, strict=True)]
-        record[f"over_{reference}"] = statistics.median(ratios)
+    by_name = {(runner.model, runner.name): runner for runner in runners}
+    for runner in runners:
+        over = {reference: by_name[runner.model, reference]}
+        if runner.model != models[0]:
+            over[models[0]] = by_name[models[0], runner.name]
+        for what, base in over.items():
+            runner.record[f"over_{what}"] = ratio(runner, base)
     what = f"training_step_{batch}" if training_step else "update_speed"
     what += "_in_place" if in_place else ""
     result = {
         "command": shlex.join(
-            ["python", "-m", "benchmarks.update_speed", "--model", model, "--contenders", *names]
-            + ["--cycles", str(cycles), "--steps", str(steps)]
+            ["python", "-m", "benchmarks.update_speed", "--models", *models]
+            + ["--contenders", *names, "--cycles", str(cycles), "--steps", str(steps)]
             + (["--in-place"] if in_place else [])
             + (["--training-step", "--batch", str(batch)] if training_step else [])
+            + ["--patience", str(patience)]
         ),
         "device": device,
         "jax": jax.__version__,
-        "model": model,
         "steps_of_a_cycle": steps,
-        "records": records,
+        "records": {
+            model: {r.name: r.record for r in runners if r.model == model} for model in models
+        },
     }
     kind = re.sub(r"\W+", "_", device).lower()
-    path = output or RESULTS / f"{what}_{model}_{kind}.json"
+    path = output or RESULTS / f"{what}_{'_'.join(models)}_{kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    print_table(records)
-    draw(records, f"{model}, {device}", path.with_suffix(".png"))
+    for model, records in result["records"].items():
+        print(f"{model}, {device}")
+        print_table(records)
+    draw(result["records"], device, path.with_suffix(".png"))
     print(f"written: {path}")
     return result
 
 
 def print_table(records: dict[str, dict[str, Any]]) -> None:
     """Prints one line a contender."""
-    ratio = next(key for key in next(iter(records.values())) if key.startswith("over_"))
-    print(f"| | seconds | {ratio.replace('_', ' ')} | temporaries MiB | state MiB | compile s |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    ratios = [key for key in next(iter(records.values())) if key.startswith("over_")]
+    titles = [key.replace("_", " ") for key in ratios]
+    columns = ["", "seconds", *titles, "temporaries MiB", "state MiB", "compile s"]
+    print("| " + " | ".join(columns) + " |")
+    print("| --- |" + " ---: |" * (len(columns) - 1))
     for name, r in records.items():
-        print(
-            f"| {name} | {r['seconds']:.3f} | {r[ratio]:.2f} | {r['temporaries_mib']:.0f}"
-            f" | {r['state_mib']:.1f} | {r['compile_seconds']:.1f} |"
-        )
+        cells = [f"{r['seconds']:.3f}", *(f"{r[key]:.2f}" for key in ratios)]
+        cells += [f"{r['temporaries_mib']:.0f}", f"{r['state_mib']:.1f}"]
+        cells += [f"{r['compile_seconds']:.1f}"]
+        print(f"| {name} | " + " | ".join(cells) + " |")
 
 
-def draw(records: dict[str, dict[str, Any]], title: str, path: pathlib.Path) -> None:
-    """Draws time against memory beyond the parameters and gradients."""
-    figure = Figure(figsize=(7, 4.5))
-    axes = figure.subplots()
-    for name, record in records.items():
-        memory = record["state_mib"] + record["temporaries_mib"]
-        axes.scatter(memory, record["seconds"])
-        axes.annotate(name, (memory, record["seconds"]), fontsize="small")
-    axes.set(xlabel="state and temporaries (MiB)", ylabel="seconds an update", title=title)
-    axes.set_yscale("log")
+def draw(records: dict[str, dict[str, dict[str, Any]]], device: str, path: pathlib.Path) -> None:
+    """Draws time against memory beyond the parameters and gradients, one axes a model."""
+    figure = Figure(figsize=(7 * len(records), 4.5))
+    for i, (model, of_model) in enumerate(records.items()):
+        axes = figure.add_subplot(1, len(records), i + 1)
+        for name, record in of_model.items():
+            memory = record["state_mib"] + record["temporaries_mib"]
+            axes.scatter(memory, record["seconds"])
+            axes.annotate(name, (memory, record["seconds"]), fontsize="small")
+        axes.set(xlabel="state and temporaries (MiB)", ylabel="seconds a step", title=model)
+        axes.set_yscale("log")
+    figure.suptitle(device)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 

@@ -163,6 +163,7 @@ DEPENDENT = {
     "of rank one": lambda y: np.outer(y[:, 0], y[:12, 0]),
     "with a zero column and one twice": lambda y: np.c_[y[:, :5], y[:, :6], 0 * y[:, :1]],
     "with two entries": lambda y: np.eye(40, 12)[::-1] * (np.arange(12) > 9),
+    "of ones": lambda y: 1 + y * 0,
     "zero": lambda y: y * 0,
 }  # fmt: skip
 
@@ -185,7 +186,7 @@ def test_cholesky_stops_once_orthonormal(width):
     _, rounds = jax.jit(low_rank.cholesky_rounds)(matrix)
     assert int(rounds) <= 3
     _, rounds = jax.jit(low_rank.cholesky_rounds)(matrix * 0.5 ** jnp.arange(width))
-    assert int(rounds) <= 6
+    assert int(rounds) <= 8
 
 
 @pytest.mark.parametrize("axis", [0, 1])

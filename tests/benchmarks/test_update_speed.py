@@ -16,22 +16,31 @@ from benchmarks.update_speed import main
 def test_records_and_picture_are_written(tmp_path, capsys):
     path = tmp_path / "speed.json"
     names = ("adafactor", "adapprox rank 16", "sm3")
-    main("tiny", names, cycles=2, steps=2, output=path)
+    main(("tiny",), names, cycles=2, steps=2, output=path)
     result = json.loads(path.read_text())
     assert shlex.split(result["command"])[6:9] == list(names[:3])
-    assert tuple(result["records"]) == names
-    for record in result["records"].values():
+    records = result["records"]["tiny"]
+    assert tuple(records) == names
+    for record in records.values():
         assert len(record["seconds_of_cycles"]) == 2
         assert record["over_adafactor"] > 0
-    assert result["records"]["adapprox rank 16"]["ranks"] == [0, 16]  # dense leaves have 0
+    assert records["adapprox rank 16"]["ranks"] == [0, 16]  # dense leaves have 0
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "| adapprox rank 16 |" in capsys.readouterr().out
 
 
 def test_a_whole_training_step(tmp_path):
     path = tmp_path / "step.json"
-    main("tiny", ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
-    assert json.loads(path.read_text())["records"]["adamw"]["over_adamw"] == 1
+    main(("tiny",), ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
+    assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["over_adamw"] == 1
+
+
+def test_a_slow_contender_is_measured_by_one_step(tmp_path):
+    path = tmp_path / "slow.json"
+    result = main(("tiny",), ("adamw",), cycles=2, steps=2, patience=0, output=path)
+    record = result["records"]["tiny"]["adamw"]
+    assert len(record["seconds_of_cycles"]) == 1
+    assert record["cycles_left_out"]
 
 
 def test_gradients_have_the_ranks_that_they_promise():
@@ -50,4 +59,4 @@ def test_gradients_have_the_ranks_that_they_promise():
 )
 def test_bad_arguments_are_named(arguments, message):
     with pytest.raises(SystemExit, match=message):
-        main("tiny", **arguments)
+        main(("tiny",), **arguments)
