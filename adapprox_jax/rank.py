@@ -88,6 +88,11 @@ def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
     return max(1, min(rank, short))
 
 
+def is_fixed(capacity: int, initial_rank: int | None) -> bool:
+    """Whether the rank is always `capacity`: no first rank was given, or none below it."""
+    return initial_rank is None or initial_rank >= capacity
+
+
 def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int, ...]:
     """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
 
@@ -102,7 +107,7 @@ def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int,
     Returns:
       Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
     """
-    if initial_rank is None or initial_rank >= capacity:
+    if is_fixed(capacity, initial_rank):
         return (capacity,)
     sizes = [_SMALLEST_SIZE]
     while sizes[-1] < capacity:
@@ -194,7 +199,7 @@ def adaptive_srsi(
         error = jnp.where(measured, error.astype(jnp.float32), previous_error)
         return Factors(kept_q, kept_u, rank, error)
 
-    if initial_rank is None or initial_rank >= capacity:
+    if is_fixed(capacity, initial_rank):
         q, u, *of_errors = decompose(capacity)
         error = tail_errors(*of_errors)[capacity - 1]
         return finished(q, u, error, jnp.asarray(capacity, jnp.int32))

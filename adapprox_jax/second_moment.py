@@ -226,19 +226,22 @@ def scale_by_adapprox(
             correction=1 - b2**count if bias_correction else 1.0,
             error_threshold=error_threshold,
         )
-        after = jnp.zeros(())
+        after = last_error = jnp.zeros(())
 
         def update_boxed(
             path: Any, grad: Any, numbers: MatrixDimensionNumbers | None, *fields: Any
         ) -> tuple[Any, LeafState]:
-            nonlocal after
+            nonlocal after, last_error
             check_leaf(leaf_name(path), grad, numbers, LeafState(*fields))
             operands = unbox(grad), LeafState(*map(unbox, fields))
             one_step = partial(update_leaf, numbers=numbers, step_matrix=step_matrix)
             scaled, new = with_automatic_axes(one_step, operands)(scalars, after, *operands)
             if new.is_factored:
+                # A leaf waits for the quotient of the one before it and the factors of the one
+                # before that: the small decompositions run beside the next leaf's products.
                 squares = jnp.square(unbox(scaled).astype(jnp.float32))
-                after = jnp.minimum(jnp.sum(squares), jnp.max(new.error))
+                after = jnp.minimum(jnp.sum(squares), last_error)
+                last_error = jnp.max(new.error)
             return rebox(grad, scaled), LeafState(*map(rebox, fields, new))
 
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)

@@ -48,8 +48,12 @@ class Tiling(NamedTuple):
         return (*shape[:dim], *parts, *shape[dim + 1 :]), tile_dim
 
 
+_LARGEST_WHOLE = 2**23  # entries: 32 MiB in float32
+_TILE = 2**20  # entries of a tile; from 2**17 to 2**22 there was no difference in time
+
+
 def tiling_of(shape: tuple[int, ...]) -> Tiling:
-    """The tiling of a matrix: tiles that fit a cache on CPUs, else only for very large matrices.
+    """The tiling of a matrix: one tile, or for a large one many, to keep its intermediates small.
 
     Args:
       shape: (m, n).
@@ -66,10 +70,6 @@ def tiling_of(shape: tuple[int, ...]) -> Tiling:
     divisors = [d for d in range(1, longer + 1) if longer % d == 0 and d <= 8 * wanted <= 64 * d]
     closest = min(divisors, key=lambda d: max(d / wanted, wanted / d), default=1)
     return Tiling(closest, axis)
-
-
-_LARGEST_WHOLE = 2**23  # entries: 32 MiB in float32
-_TILE = 2**20
 
 
 def sweep(
