@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from adapprox_jax.boxes import rebox_axes, unbox
 from adapprox_jax.matrix_view import MatrixDimensionNumbers, matrix_view, view_shape
-from adapprox_jax.rank import resolve_capacity
+from adapprox_jax.rank import first_rank, resolve_capacity
 from adapprox_jax.sharding import full_along
 
 
@@ -75,7 +75,6 @@ def init_leaf(
             drift=full((), (), jnp.float32),
             nu=full(leaf.shape, range(len(leaf.shape)), dtype),
         )
-    rank = capacity if initial_rank is None else min(initial_rank, capacity)
     (short, short_axes), (long, long_axes) = sorted(
         [(rows, view.rows), (columns, view.columns)], key=lambda side: side[0]
     )
@@ -84,7 +83,7 @@ def init_leaf(
     return LeafState(
         q=full((*batch, short, capacity), q_axes, factor_dtype or dtype),
         u=full((*batch, long, capacity), u_axes, factor_dtype or dtype),
-        rank=full(batch, view.batch, jnp.int32, rank),
+        rank=full(batch, view.batch, jnp.int32, first_rank(initial_rank, capacity)),
         error=full(batch, view.batch, jnp.float32),
         drift=full(batch, view.batch, jnp.float32),
         nu=full((), (), dtype),

@@ -88,9 +88,9 @@ def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
     return max(1, min(rank, short))
 
 
-def is_fixed(capacity: int, initial_rank: int | None) -> bool:
-    """Whether the rank is always `capacity`: no first rank was given, or none below it."""
-    return initial_rank is None or initial_rank >= capacity
+def first_rank(initial_rank: int | None, capacity: int) -> int:
+    """k_init cut to the buffers; all columns where none is given: the rank is fixed then."""
+    return capacity if initial_rank is None else min(initial_rank, capacity)
 
 
 def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int,
     Returns:
       Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
     """
-    if is_fixed(capacity, initial_rank):
+    if first_rank(initial_rank, capacity) == capacity:
         return (capacity,)
     sizes = [_SMALLEST_SIZE]
     while sizes[-1] < capacity:
@@ -169,7 +169,7 @@ def adaptive_srsi(
     """
     rows, capacity = previous_q.shape
     sizes = work_sizes(capacity, rows, initial_rank)
-
+    start_rank = first_rank(initial_rank, capacity)
     widest = width_of(sizes[-1], rows)
     measured = (step - 1) % rank_interval == 0
 
@@ -199,7 +199,7 @@ def adaptive_srsi(
         error = jnp.where(measured, error.astype(jnp.float32), previous_error)
         return Factors(kept_q, kept_u, rank, error)
 
-    if is_fixed(capacity, initial_rank):
+    if start_rank == capacity:
         q, u, *of_errors = decompose(capacity)
         error = tail_errors(*of_errors)[capacity - 1]
         return finished(q, u, error, jnp.asarray(capacity, jnp.int32))
@@ -224,7 +224,7 @@ def adaptive_srsi(
         rank = jnp.minimum(wanted, size)
         return q, u, errors[rank - 1], rank, wanted
 
-    first = jnp.where(measured, initial_rank, previous_rank).astype(jnp.int32)
+    first = jnp.where(measured, start_rank, previous_rank).astype(jnp.int32)
     nothing = (previous_q, previous_u, jnp.zeros((), previous_u.dtype), jnp.int32(0), first)
     q, u, error, rank, _ = jax.lax.while_loop(lambda carry: carry[3] < carry[4], attempt, nothing)
     return finished(q, u, error, rank)
