@@ -1,12 +1,15 @@
 """Adapprox for JAX and Optax: Adam with an adaptive low-rank second moment."""
 
 from adapprox_jax.clipping import clip_by_matrix_rms
+from adapprox_jax.from_adam import from_adam
 from adapprox_jax.inspect import RankInfo, rank_report, state_nbytes
 from adapprox_jax.low_rank import srsi
 from adapprox_jax.matrix_view import MatrixDimensionNumbers
 from adapprox_jax.momentum import GuidedEmaState, guided_ema
 from adapprox_jax.optimizer import PAPER, STATIC_ARGS, adapprox
-from adapprox_jax.rank import sigmoid_growth
+from adapprox_jax.quantization import dequantize, quantize
+from adapprox_jax.rank import sampling_threshold, sigmoid_growth
+from adapprox_jax.resize import grow, resize
 from adapprox_jax.second_moment import ScaleByAdapproxState, scale_by_adapprox
 
 __all__ = [
@@ -18,8 +21,14 @@ __all__ = [
     "ScaleByAdapproxState",
     "adapprox",
     "clip_by_matrix_rms",
+    "dequantize",
+    "from_adam",
+    "grow",
     "guided_ema",
+    "quantize",
     "rank_report",
+    "resize",
+    "sampling_threshold",
     "scale_by_adapprox",
     "sigmoid_growth",
     "srsi",

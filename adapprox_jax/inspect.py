@@ -22,6 +22,11 @@ class RankInfo(NamedTuple):
     dense_nbytes: int  # of a dense second moment in the parameter's dtype
     drift: float | np.ndarray  # bound of the relative distance from the exact second moment
 
+    def is_full(self, error_threshold: float | None = None) -> bool:
+        """Whether a rank is the buffers' width, and its error above a threshold if one is given."""
+        above = True if error_threshold is None else np.asarray(self.error) > error_threshold
+        return bool(np.any((np.asarray(self.rank) == self.capacity) & above))
+
 
 def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
     """Rank, error and memory of every factored leaf of an optimizer state.

@@ -7,21 +7,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.boxes import map_unboxed
+from adapprox_jax.boxes import is_box, map_unboxed, rebox, rebox_axes, unbox
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
     matrix_axes,
     resolve_dimension_numbers,
 )
-from adapprox_jax.tree_checks import check_shapes, check_state, check_trees
+from adapprox_jax.quantization import BLOCK, dequantize, quantize, quantized_like
+from adapprox_jax.sharding import full_along, with_automatic_axes
+from adapprox_jax.tree_checks import check_state, check_trees, leaf_name
 from adapprox_jax.validation import require
+
+_SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and may matter
 
 
 class GuidedEmaState(NamedTuple):
     """State of `guided_ema`."""
 
     mu: Any  # running average of the updates, with the structure and shapes of the parameters
+    scale: Any = ()  # of an average in 8 or 4 bits: of each block of `mu`, which then holds codes
 
 
 def guided_ema(
@@ -33,7 +38,7 @@ def guided_ema(
     mu_dtype: jax.typing.DTypeLike | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
-    """Running average of updates, scaled up where the update agrees with it.
+    """Running average of updates, scaled up where the update agrees with it, in 4 to 32 bits.
 
     M <- b1 M + (1 - b1) u is stored and emitted; there is no bias correction. With guidance what
     is emitted is M times min(1 / (1 - cos + eps), max_scale), where cos is the cosine of the
@@ -46,7 +51,9 @@ def guided_ema(
       eps: Added to 1 - cos, at least 0.
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
         parallel, would be multiplied by 1 / eps.
-      mu_dtype: Type of the stored average; None for that of the parameters.
+      mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type,
+        or int8 or int4 for codes with a scale for each block of 32 (`quantize`), 1.06 or 0.56 bytes
+        a parameter. Leaves of fewer than 4096 numbers or 32 columns are then kept as with None.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
 
     Returns:
@@ -72,8 +79,13 @@ def guided_ema(
     if cosine_guidance:
         require("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
 
+    bits = _bits_of(mu_dtype)
+
     def init(params: optax.Params) -> GuidedEmaState:
-        return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype))
+        if bits is None:
+            return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype))
+        zeros = jax.tree.map(partial(_zero_codes, bits=bits), params, is_leaf=is_box)
+        return GuidedEmaState(*_unzip(params, zeros, 2))
 
     def update(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
@@ -81,20 +93,110 @@ def guided_ema(
         del params
         check_state(state, GuidedEmaState, "guided_ema")
         check_trees(updates, state.mu)
-        check_shapes(updates, state.mu)
-        averages = jax.tree.map(
-            lambda u, m: b1 * m.astype(jnp.promote_types(u.dtype, jnp.float32)) + (1 - b1) * u,
+        no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
+        results = jax.tree_util.tree_map_with_path(
+            partial(_average_leaf, b1=b1, bits=bits),
             updates,
             state.mu,
+            no_scales if bits is None else state.scale,
+            is_leaf=is_box,
         )
-        mu = jax.tree.map(lambda average, m: average.astype(m.dtype), averages, state.mu)
+        averages, mu, scale = _unzip(updates, results, 3)
         if cosine_guidance:
-            scale = partial(guidance_scale, eps=eps, max_scale=max_scale)
+            factor = partial(guidance_scale, eps=eps, max_scale=max_scale)
             numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-            averages = map_unboxed(lambda a, u, n: a * scale(u, a, n), averages, updates, numbers)
-        return optax.tree.cast_like(averages, updates), GuidedEmaState(mu)
+            averages = map_unboxed(lambda a, u, n: a * factor(u, a, n), averages, updates, numbers)
+        averages = optax.tree.cast_like(averages, updates)
+        return averages, GuidedEmaState(mu, () if bits is None else scale)
 
     return optax.GradientTransformation(init, update)
+
+
+def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
+    """A state that holds an average in the form in which another state holds one.
+
+    Args:
+      average: With the structure and shapes of the parameters.
+      like: A state of `guided_ema` for these parameters.
+    """
+    check_trees(average, like.mu)
+
+    def store(average: Any, mu: Any, scale: Any) -> tuple[Any, Any]:
+        kept = unbox(mu)
+        if isinstance(scale, tuple) or unbox(scale).ndim == 0:
+            return rebox(mu, jnp.asarray(unbox(average), kept.dtype)), scale
+        codes, scales = quantize(unbox(average), 8 if kept.dtype == jnp.int8 else 4)
+        return rebox(mu, codes), rebox(scale, scales)
+
+    no_scales = jax.tree.map(lambda _: (), average, is_leaf=is_box)
+    is_plain = isinstance(like.scale, tuple) and not like.scale
+    scales = no_scales if is_plain else like.scale
+    stored = jax.tree.map(store, average, like.mu, scales, is_leaf=is_box)
+    mu, scale = _unzip(average, stored, 2)
+    return GuidedEmaState(mu, () if is_plain else scale)
+
+
+def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
+    """Bits of the codes that a type asks for; None for a type that the average itself can have."""
+    if mu_dtype is None or jnp.issubdtype(mu_dtype, jnp.floating):
+        return None
+    name = jnp.dtype(mu_dtype).name
+    allowed = ("int8", "int4")
+    if name not in allowed:
+        raise ValueError(
+            f"mu_dtype is {name}; allowed: None, floating-point types, {', '.join(allowed)}."
+        )
+    return int(name.removeprefix("int"))
+
+
+def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
+    """Codes and scales of a zero average of one leaf; a small leaf's average, and no scale."""
+    leaf = unbox(param)
+    if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[-1] < BLOCK:
+        return jax.tree.map(jnp.zeros_like, param), jnp.zeros(())
+    axes = range(leaf.ndim)
+    like = quantized_like(leaf.shape, bits)
+    codes, scales = (full_along(leaf, axes, x.shape, 0, x.dtype) for x in like)
+    return rebox_axes(param, codes, axes), rebox_axes(param, scales, axes)
+
+
+def _average_leaf(
+    path: Any, update: Any, mu: Any, scale: Any, *, b1: jax.typing.ArrayLike, bits: int | None
+) -> tuple[Any, Any, Any]:
+    """The new average of one leaf, float32 or wider, and what is stored of it."""
+    given, kept, scales = unbox(update), unbox(mu), unbox(scale)
+    dtype = jnp.promote_types(given.dtype, jnp.float32)
+    if bits is None or scales.ndim == 0:
+        _check_shape(path, given, kept.shape, kept.shape == given.shape)
+        average = b1 * kept.astype(dtype) + (1 - b1) * given
+        return rebox(update, average), rebox(mu, average.astype(kept.dtype)), scale
+
+    def coded(
+        given: jax.Array, kept: jax.Array, scales: jax.Array, bits: int = bits
+    ) -> tuple[jax.Array, ...]:
+        previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
+        average = jnp.asarray(b1 * previous + (1 - b1) * given)
+        return average, *quantize(average, bits)
+
+    codes_like = quantized_like(given.shape, bits)[0]
+    _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
+    operands = given, kept, scales
+    average, codes, scales = with_automatic_axes(coded, operands)(*operands)
+    return rebox(update, average), rebox(mu, codes), rebox(scale, scales)
+
+
+def _check_shape(path: Any, given: jax.Array, expected: Any, fits: bool) -> None:
+    """Raises ValueError naming a leaf whose update has another shape than its state."""
+    if not fits:
+        raise ValueError(f"{leaf_name(path)}: got shape {given.shape}; expected {expected}.")
+
+
+def _unzip(like: Any, tuples: Any, length: int) -> list[Any]:
+    """A tree of tuples as a list of trees with the structure of `like`."""
+    return [
+        jax.tree.map(lambda _, results, i=i: results[i], like, tuples, is_leaf=is_box)
+        for i in range(length)
+    ]
 
 
 def guidance_scale(

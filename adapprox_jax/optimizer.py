@@ -11,7 +11,7 @@ from adapprox_jax.low_rank import Orthogonalization
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
 from adapprox_jax.rank import RankGrowth, sigmoid_growth
-from adapprox_jax.second_moment import Approximate, scale_by_adapprox
+from adapprox_jax.second_moment import Approximate, ErrorThreshold, scale_by_adapprox
 from adapprox_jax.validation import is_zero, require
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed.
@@ -39,6 +39,7 @@ STATIC_ARGS = (
     "max_rank",
     "rank_interval",
     "rank_growth",
+    "rank_margin",
     "power_iterations",
     "oversampling",
     "min_dim_size_to_factor",
@@ -64,9 +65,10 @@ def adapprox(
     bias_correction: bool = False,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
-    error_threshold: jax.typing.ArrayLike = 0.01,
+    error_threshold: ErrorThreshold = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
+    rank_margin: int = 0,
     power_iterations: int = 1,
     oversampling: int = 5,
     rotate: bool = True,
@@ -90,7 +92,8 @@ def adapprox(
       b2: Decay of the second moment, in [0, 1).
       eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running average; None for that of the parameters.
+      mu_dtype: Type of the running average; None for that of the parameters, int8 or int4 for codes
+        with scales (see `guided_ema`).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
@@ -102,9 +105,11 @@ def adapprox(
       initial_rank: k_init; None for a fixed rank. This and what follows is explained at
         `scale_by_adapprox`; `**PAPER` gives the paper's values.
       max_rank: k_max, an int or a fraction of min(m, n).
-      error_threshold: The rank grows while the relative error is above it.
+      error_threshold: The rank grows while the relative error is above it; a number or a function
+        from the step to one.
       rank_interval: Steps between choices of the rank.
       rank_growth: From the error to the columns to add; None for `sigmoid_growth()`.
+      rank_margin: Columns kept beyond the rank at which the error is low enough.
       power_iterations: l, passes of the subspace iteration.
       oversampling: p, columns worked on beyond the rank.
       rotate: Keep the best of the columns worked on.
@@ -178,6 +183,7 @@ def adapprox(
             error_threshold=error_threshold,
             rank_interval=rank_interval,
             rank_growth=rank_growth,
+            rank_margin=rank_margin,
             power_iterations=power_iterations,
             oversampling=oversampling,
             rotate=rotate,

@@ -71,6 +71,42 @@ def sigmoid_growth(
     return growth
 
 
+def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.Array]:
+    """An error threshold that asks for no more than an average over the steps so far can know.
+
+    max(at_least, h^(-1/2)) with h = (1 - b2^t) / (1 - b2), the gradients that the average at step t
+    is made of: as an estimate of the expected squared gradient it is that far off itself. The first
+    second moment is one squared gradient, of nearly full rank, and forgotten soon; with this its
+    rank stays low. With `rank_margin` at 0 it would stay low ever after: see docs/memory.md.
+
+    Args:
+      b2: Decay of the second moment, in [0, 1).
+      at_least: The threshold late in training, at least 0.
+
+    Returns:
+      A function from the step t, from 1, to the threshold: an `error_threshold`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> import adapprox_jax
+      >>> threshold = adapprox_jax.sampling_threshold(b2=0.999, at_least=0.05)
+      >>> [round(float(threshold(t)), 2) for t in (1, 10, 100, 10000)]
+      [1.0, 0.32, 0.1, 0.05]
+
+    Source: ours (docs/memory.md).
+    """
+    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("at_least", at_least, lambda x: x >= 0, "a number of at least 0")
+
+    def threshold(step: jax.Array) -> jax.Array:
+        gradients = (1 - jnp.power(b2, jnp.asarray(step, jnp.float32))) / (1 - b2)
+        return jnp.maximum(at_least, gradients**-0.5)
+
+    return threshold
+
+
 def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
     """Columns of the factor buffers of a (rows, columns) matrix.
 
@@ -129,6 +165,7 @@ def adaptive_srsi(
     error_threshold: jax.typing.ArrayLike,
     rank_interval: int,
     rank_growth: RankGrowth,
+    rank_margin: int,
     power_iterations: int,
     width_of: Callable[[int, int], int],
     rotate: bool,
@@ -156,6 +193,7 @@ def adaptive_srsi(
       error_threshold: xi_thresh: the rank grows while the error is above it.
       rank_interval: Delta s, steps between choices of the rank.
       rank_growth: f, from the error to the columns to add; at least 1 is added.
+      rank_margin: Columns kept beyond the rank at which the error is low enough.
       power_iterations: l.
       width_of: Columns worked on for a size and m: `work_width` with its p.
       rotate: Take the best k of the columns worked on; else the first k, as printed.
@@ -212,19 +250,23 @@ def adaptive_srsi(
         q, u, *of_errors = jax.lax.switch(index, [partial(decompose, size) for size in sizes])
         errors = tail_errors(*of_errors)
 
+        def error_without_margin(rank: jax.Array) -> jax.Array:
+            return errors[jnp.maximum(jnp.minimum(rank, size) - rank_margin, 1) - 1]
+
         def too_small(rank: jax.Array) -> jax.Array:
-            above = errors[jnp.minimum(rank, size) - 1] > error_threshold
+            above = error_without_margin(rank) > error_threshold
             return (rank <= size) & measured & above & (rank < capacity)
 
         def grown(rank: jax.Array) -> jax.Array:
-            more = jnp.maximum(rank_growth(errors[rank - 1]), 1).astype(jnp.int32)
+            more = jnp.maximum(rank_growth(error_without_margin(rank)), 1).astype(jnp.int32)
             return jnp.minimum(rank + more, capacity)
 
         wanted = jax.lax.while_loop(too_small, grown, wanted)
         rank = jnp.minimum(wanted, size)
         return q, u, errors[rank - 1], rank, wanted
 
-    first = jnp.where(measured, start_rank, previous_rank).astype(jnp.int32)
+    chosen_first = min(start_rank + rank_margin, capacity)
+    first = jnp.where(measured, chosen_first, previous_rank).astype(jnp.int32)
     nothing = (previous_q, previous_u, jnp.zeros((), previous_u.dtype), jnp.int32(0), first)
     q, u, error, rank, _ = jax.lax.while_loop(lambda carry: carry[3] < carry[4], attempt, nothing)
     return finished(q, u, error, rank)

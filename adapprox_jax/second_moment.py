@@ -54,6 +54,7 @@ from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf
 from adapprox_jax.validation import is_zero, require, require_choice, require_integer
 
 Approximate: TypeAlias = Literal["moment", "root"]
+ErrorThreshold: TypeAlias = jax.typing.ArrayLike | Callable[[jax.Array], jax.Array]
 APPROXIMATIONS = ("moment", "root")
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
 
@@ -84,9 +85,10 @@ def scale_by_adapprox(
     bias_correction: bool = False,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
-    error_threshold: jax.typing.ArrayLike = 0.01,
+    error_threshold: ErrorThreshold = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
+    rank_margin: int = 0,
     power_iterations: int = 1,
     oversampling: int = 5,
     rotate: bool = True,
@@ -114,10 +116,13 @@ def scale_by_adapprox(
       max_rank: k_max, the width of the buffers: an int, or a float in (0, 1] as a fraction of
         min(m, n), rounded down, at least 1.
       error_threshold: The rank grows while the relative error is above it, at least 0. With
-        `approximate="root"` this is the error of the root.
+        `approximate="root"` this is the error of the root. Or a function from the step, from 1, to
+        it, as `sampling_threshold` gives.
       rank_interval: Steps between choices of the rank, at least 1. The error, too, is measured at
         these steps alone.
       rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
+      rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0. What
+        those leave out gathers there over the steps, so that a low rank can be seen to be too low.
       power_iterations: l, passes of Algorithm 1's loop, at least 1.
       oversampling: p, columns worked on beyond the rank, at least 0.
       rotate: Keep the best k of the k + p directions; False is the algorithm as printed.
@@ -162,6 +167,7 @@ def scale_by_adapprox(
         orthogonalization=orthogonalization,
         min_dim_size_to_factor=min_dim_size_to_factor,
         rank_growth=rank_growth,
+        rank_margin=rank_margin,
         factor_dtype=factor_dtype,
     )
     seed_or_key, key_impl = _check_key(key)
@@ -176,6 +182,7 @@ def scale_by_adapprox(
             adaptive_srsi,
             rank_interval=rank_interval,
             rank_growth=sigmoid_growth() if rank_growth is None else rank_growth,
+            rank_margin=rank_margin,
             power_iterations=power_iterations,
             rotate=rotate,
             orthogonalization=orthogonalization,
@@ -199,7 +206,7 @@ def scale_by_adapprox(
         return ScaleByAdapproxState(
             jnp.zeros([], jnp.int32),
             _key_data(seed_or_key),
-            *_as_trees(params, leaf_states),
+            *as_trees(params, leaf_states),
         )
 
     def update(
@@ -217,6 +224,7 @@ def scale_by_adapprox(
         )
         dtypes = (unbox(grad).dtype for grad in jax.tree.leaves(updates, is_leaf=is_box))
         dtype = jnp.result_type(jnp.float32, *dtypes)
+        threshold = error_threshold(count) if callable(error_threshold) else error_threshold
         scalars = StepScalars(
             step=count,
             drawn=draw_start(jax.random.fold_in(key, count), longest, widest, dtype),
@@ -224,7 +232,7 @@ def scale_by_adapprox(
             eps=eps,
             eps_root=eps_root,
             correction=1 - b2**count if bias_correction else 1.0,
-            error_threshold=error_threshold,
+            error_threshold=threshold,
         )
         after = last_error = jnp.zeros(())
 
@@ -251,7 +259,7 @@ def scale_by_adapprox(
         )
         scaled = jax.tree.map(lambda _, result: result[0], updates, results, is_leaf=is_box)
         leaf_states = jax.tree.map(lambda _, result: result[1], updates, results, is_leaf=is_box)
-        return scaled, ScaleByAdapproxState(count, state.key, *_as_trees(updates, leaf_states))
+        return scaled, ScaleByAdapproxState(count, state.key, *as_trees(updates, leaf_states))
 
     return optax.GradientTransformation(init, update)
 
@@ -541,7 +549,7 @@ def _largest_start(state: ScaleByAdapproxState, width_of: Callable[..., int]) ->
     return max(longest), max(widest)
 
 
-def _as_trees(like: Any, leaf_states: Any) -> list[Any]:
+def as_trees(like: Any, leaf_states: Any) -> list[Any]:
     """A tree of `LeafState`s as one tree for each field, with the structure of `like`."""
     return [
         jax.tree.map(
@@ -566,6 +574,7 @@ def _check(
     orthogonalization: Any,
     min_dim_size_to_factor: Any,
     rank_growth: Any,
+    rank_margin: Any,
     factor_dtype: Any,
 ) -> None:
     """Raises ValueError for the first argument of `scale_by_adapprox` that is out of range."""
@@ -581,7 +590,10 @@ def _check(
         if initial_rank is not None:
             allowed = f"an integer of at least initial_rank = {initial_rank}"
             require("max_rank", max_rank, lambda x: x >= initial_rank, allowed)
-    require("error_threshold", error_threshold, lambda x: x >= 0, "a number of at least 0")
+    if not callable(error_threshold):
+        allowed = "a number of at least 0, or a function from the step to one"
+        require("error_threshold", error_threshold, lambda x: x >= 0, allowed)
+    require_integer("rank_margin", rank_margin, 0)
     require_integer("rank_interval", rank_interval, 1)
     require_integer("power_iterations", power_iterations, 1)
     require_integer("oversampling", oversampling, 0)

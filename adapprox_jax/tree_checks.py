@@ -59,12 +59,3 @@ def check_trees(updates: Any, state_tree: Any) -> None:
             f"the gradients are a tree {structures[0]}; expected {structures[1]}, as in the"
             " parameters that the state was made for."
         )
-
-
-def check_shapes(updates: Any, state_tree: Any) -> None:
-    """Raises ValueError naming the first leaf whose update has another shape than its state."""
-    leaves = jax.tree_util.tree_leaves_with_path(updates)
-    for (path, update), kept in zip(leaves, jax.tree.leaves(state_tree), strict=True):
-        if update.shape != kept.shape:
-            name = leaf_name(path)
-            raise ValueError(f"{name}: got shape {update.shape}; expected {kept.shape}.")

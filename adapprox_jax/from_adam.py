@@ -1,0 +1,148 @@
+"""An Adam state turned into an Adapprox state, for runs and checkpoints that began with Adam."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.boxes import is_box, map_unboxed, rebox, unbox
+from adapprox_jax.clipping import clip_by_matrix_rms
+from adapprox_jax.leaf_state import LeafState, check_leaf
+from adapprox_jax.low_rank import frobenius_norm, normalize, relative_error, srsi
+from adapprox_jax.matrix_view import (
+    WeightDimensionNumbers,
+    map_matrices,
+    matrix_view,
+    resolve_dimension_numbers,
+    to_matrices,
+    view_shape,
+)
+from adapprox_jax.momentum import GuidedEmaState, stored_average
+from adapprox_jax.second_moment import Approximate, ScaleByAdapproxState, as_trees
+from adapprox_jax.tree_checks import check_trees, leaf_name
+
+
+def from_adam(
+    tx: optax.GradientTransformation,
+    adam_state: Any,
+    params: optax.Params,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    clipping_threshold: float | None = 1.0,
+    bias_correction: bool = False,
+    approximate: Approximate = "root",
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    key: int | jax.Array = 0,
+) -> Any:
+    """Turns the state of `optax.adam` or `optax.adamw` into one of an Adapprox chain.
+
+    The second moment is factored by S-RSI at the full width of the buffers. The first moment is an
+    average of gradients in Adam and of clipped updates here: it becomes Adam's last update,
+    clipped. Step counts, those of schedules too, go on from Adam's.
+
+    Args:
+      tx: The transformation to go on with, such as `adapprox(...)`.
+      adam_state: Any state that holds one `optax.ScaleByAdamState`.
+      params: The parameters.
+      b1: Of the Adam that made the state.
+      b2: Of the Adam that made the state, and of `tx`.
+      eps: Of the Adam that made the state.
+      clipping_threshold: Of `tx`, like the rest.
+      bias_correction: Whether `tx` corrects the second moment by itself.
+      approximate: What q @ u.T stands for.
+      weight_dimension_numbers: Which axes of a leaf form a matrix.
+      key: Seed or JAX random key of the factorizations.
+
+    Returns:
+      A state for `tx.update`.
+
+    Raises:
+      ValueError: there is not one Adam state, or it belongs to other parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512))}
+      >>> adam_state = optax.adamw(1e-3).init(params)  # or from a checkpoint
+      >>> tx = adapprox_jax.adapprox(1e-3)
+      >>> state = adapprox_jax.from_adam(tx, adam_state, params)
+    """
+    adam = _only_adam_state(adam_state)
+    state = tx.init(params)
+    t = int(adam.count)
+    numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
+    random_key = jax.random.key(key) if isinstance(key, int) else key
+
+    def corrected(moment: Any, decay: float) -> Any:
+        return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
+
+    nu_hat, mu_hat = corrected(adam.nu, b2), corrected(adam.mu, b1)
+
+    def second_moment(of: ScaleByAdapproxState) -> ScaleByAdapproxState:
+        nu = adam.nu if bias_correction else nu_hat
+        check_trees(nu, of.nu)
+        fields = (getattr(of, name) for name in LeafState._fields)
+        convert_leaf = partial(_factored_leaf, approximate=approximate, key=random_key)
+        leaves = jax.tree_util.tree_map_with_path(
+            convert_leaf, nu, numbers, *fields, is_leaf=is_box
+        )
+        return ScaleByAdapproxState(of.count, of.key, *as_trees(nu, leaves))
+
+    def first_moment(of: GuidedEmaState) -> GuidedEmaState:
+        updates = map_unboxed(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
+        if clipping_threshold is not None:
+            clip = clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
+            updates, _ = clip.update(updates, optax.EmptyState())
+        return stored_average(updates, of)
+
+    def convert(of: Any) -> Any:
+        if isinstance(of, ScaleByAdapproxState):
+            return second_moment(of)
+        return first_moment(of) if isinstance(of, GuidedEmaState) else of
+
+    kinds = (ScaleByAdapproxState, GuidedEmaState)
+    state = jax.tree.map(convert, state, is_leaf=lambda x: isinstance(x, kinds))
+    return optax.tree.set(state, count=jnp.asarray(adam.count, jnp.int32))
+
+
+def _only_adam_state(state: Any) -> optax.ScaleByAdamState:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
+    found = [node for node in nodes if isinstance(node, optax.ScaleByAdamState)]
+    if len(found) != 1:
+        raise ValueError(f"adam_state holds {len(found)} states of Adam; allowed: one.")
+    return found[0]
+
+
+def _factored_leaf(
+    path: Any, nu_box: Any, numbers: Any, *fields: Any, approximate: Approximate, key: jax.Array
+) -> LeafState:
+    """The state of one leaf that stands for a dense second moment."""
+    boxed = LeafState(*fields)
+    check_leaf(leaf_name(path), nu_box, numbers, boxed)
+    nu, state = unbox(nu_box), LeafState(*map(unbox, boxed))
+    if not state.is_factored:
+        return boxed._replace(nu=rebox(boxed.nu, jnp.asarray(nu, state.nu.dtype)))
+    view = matrix_view(nu.shape, numbers)
+    batch, _, _ = view_shape(nu.shape, view)
+    target = jnp.sqrt(nu) if approximate == "root" else nu
+    capacity = state.q.shape[-1]
+
+    def factors(matrix: jax.Array) -> tuple[jax.Array, ...]:
+        matrix = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+        q, u = (x.astype(state.q.dtype) for x in srsi(matrix, capacity, key))
+        unit, scale = normalize(matrix)
+        error = relative_error(unit, q.astype(unit.dtype), u.astype(unit.dtype) / scale)
+        return q, u, error, error * scale * frobenius_norm(unit)
+
+    q, u, error, drift = map_matrices(factors, to_matrices(target, view), batch)
+    return LeafState(
+        q=rebox(boxed.q, q),
+        u=rebox(boxed.u, u),
+        rank=rebox(boxed.rank, jnp.full_like(state.rank, capacity)),
+        error=rebox(boxed.error, error.astype(state.error.dtype)),
+        drift=rebox(boxed.drift, drift.astype(state.drift.dtype)),
+        nu=boxed.nu,
+    )

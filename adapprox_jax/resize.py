@@ -1,0 +1,156 @@
+"""Factor buffers of another width, between steps and on the host."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.inspect import rank_report
+from adapprox_jax.leaf_state import LeafState
+from adapprox_jax.rank import resolve_capacity
+from adapprox_jax.second_moment import ScaleByAdapproxState, as_trees
+
+
+def resize(
+    opt_state: Any,
+    max_rank: int | float | Mapping[str, int],
+    *,
+    truncate: bool = False,
+) -> Any:
+    """Grows or shrinks the factor buffers of an optimizer state; the optimizer stays as it is.
+
+    A wider buffer changes nothing in the next update; a narrower one drops empty columns. Where the
+    rank is fixed it is the width of the buffers, and so what is given here from the next factors
+    on. The next call of a jitted step compiles it anew.
+
+    Args:
+      opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays, or
+        of `jax.ShapeDtypeStruct`s, which have no ranks in use to be looked at.
+      max_rank: New width: an int, or a float as a fraction of min(m, n), for every factored leaf;
+        or a dict from paths, as in `rank_report`, to ints, for some. Cut to min(m, n).
+      truncate: Whether columns in use may be dropped, the smallest ones. The error and the bound
+        of the distance from the exact second moment then grow by what is lost.
+
+    Returns:
+      The state with new buffers.
+
+    Raises:
+      ValueError: a width is out of range, a path is not in the state, or columns in use would be
+        dropped without `truncate`. Nothing is changed then.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512))}
+      >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=1, max_rank=64)
+      >>> state = adapprox_jax.resize(tx.init(params), 16)
+      >>> adapprox_jax.rank_report(state, params)["['kernel']"].capacity
+      16
+    """
+    widths = max_rank.values() if isinstance(max_rank, Mapping) else [max_rank]
+    for width in widths:
+        in_range = 0 < width <= 1 if isinstance(width, float) else width >= 1
+        if not in_range:
+            raise ValueError(
+                f"max_rank has {width!r}; allowed: an integer of at least 1, or a fraction in"
+                " (0, 1]."
+            )
+    known: set[str] = set()
+
+    def resize_leaf(path: Any, *fields: Any) -> LeafState:
+        leaf, name = LeafState(*map(unbox, fields)), jax.tree_util.keystr(path)
+        if leaf.q.ndim < leaf.rank.ndim + 2:  # dense, also in a state that `jax.vmap` has stacked
+            return LeafState(*fields)
+        known.add(name)
+        width = max_rank.get(name) if isinstance(max_rank, Mapping) else max_rank
+        if width is None:
+            return LeafState(*fields)
+        capacity = resolve_capacity(width, leaf.q.shape[-2], leaf.u.shape[-2])
+        return LeafState(*map(rebox, fields, _resize_leaf(name, leaf, capacity, truncate)))
+
+    def resize_state(state: Any) -> Any:
+        if not isinstance(state, ScaleByAdapproxState):
+            return state
+        fields = (getattr(state, name) for name in LeafState._fields)
+        leaves = jax.tree_util.tree_map_with_path(resize_leaf, *fields, is_leaf=is_box)
+        return ScaleByAdapproxState(state.count, state.key, *as_trees(state.q, leaves))
+
+    resized = jax.tree.map(
+        resize_state, opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState)
+    )
+    unknown = set(max_rank) - known if isinstance(max_rank, Mapping) else set()
+    if unknown:
+        raise ValueError(f"max_rank has {sorted(unknown)}; allowed: {', '.join(sorted(known))}.")
+    return resized
+
+
+def grow(
+    opt_state: Any,
+    params: Any,
+    sizes: Sequence[int],
+    error_threshold: float | None = None,
+) -> Any:
+    """Gives the leaves whose rank has reached their buffers' width the next size.
+
+    With each growth the largest buffers go from one of `sizes` to the next, and all leaves that are
+    full go there with them: a run compiles its step at most once for each size.
+
+    Args:
+      opt_state: As in `resize`.
+      params: The parameters that it was made for.
+      sizes: Widths, rising. The state begins with buffers of the first.
+      error_threshold: A leaf is full if its rank is its buffers' width and its error above this;
+        None: if its rank is the width.
+
+    Returns:
+      The state: as it was if no leaf is full, or if the largest size is in use.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512))}
+      >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=4, max_rank=4)
+      >>> state = adapprox_jax.grow(tx.init(params), params, sizes=(4, 8, 16))
+      >>> adapprox_jax.rank_report(state, params)["['kernel']"].capacity
+      8
+    """
+    report = rank_report(opt_state, params)
+    full = [name for name, info in report.items() if info.is_full(error_threshold)]
+    largest = max((info.capacity for info in report.values()), default=0)
+    larger = [size for size in sizes if size > largest]
+    return resize(opt_state, dict.fromkeys(full, larger[0])) if full and larger else opt_state
+
+
+def _resize_leaf(name: str, leaf: LeafState, capacity: int, truncate: bool) -> LeafState:
+    """One leaf with buffers of another width."""
+    is_abstract = isinstance(leaf.q, jax.ShapeDtypeStruct)
+    if not is_abstract and capacity < np.max(leaf.rank, initial=0):
+        energies = np.sum(np.square(np.asarray(leaf.u, np.float64)), axis=-2)
+        left_out, norm = (np.sqrt(x.sum(-1)) for x in (energies[..., capacity:], energies))
+        share = left_out / np.where(norm == 0, 1, norm)
+        if not truncate:
+            used = np.max(leaf.rank)
+            raise ValueError(
+                f"{name}: {used} columns are in use, {capacity} were asked for, and"
+                f" {np.max(share):.2%} of the norm would be lost; allowed: at least {used}, or"
+                " truncate=True."
+            )
+        # ||A||^2 = ||q u^T||^2 / (1 - xi^2), since the two are orthogonal.
+        old = np.square(np.asarray(leaf.error, np.float64))
+        leaf = leaf._replace(
+            rank=jnp.minimum(leaf.rank, capacity),
+            error=jnp.asarray(np.sqrt(old + np.square(share) * (1 - old)), leaf.error.dtype),
+            drift=jnp.asarray(np.asarray(leaf.drift, np.float64) + left_out, leaf.drift.dtype),
+        )
+    return leaf._replace(q=_fit(leaf.q, capacity), u=_fit(leaf.u, capacity))
+
+
+def _fit(x: Any, width: int) -> Any:
+    """Cuts the last axis to `width`, or adds zeros there."""
+    if x.shape[-1] == width:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype, sharding=x.sharding)
+    missing = max(width - x.shape[-1], 0)
+    return jnp.pad(x[..., :width], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
