@@ -35,8 +35,9 @@ def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
     n = array.shape[-1]
     blocks = _in_blocks(array.astype(jnp.float32))
     scales = jnp.max(jnp.abs(blocks), axis=-1).astype(_SCALE_DTYPE)
-    wide = scales.astype(jnp.float32)[..., None]
-    unit = blocks / jnp.where(wide == 0, 1, wide)
+    # An eighth of both: the reciprocal of the largest numbers would count as zero.
+    wide = scales.astype(jnp.float32)[..., None] / 8
+    unit = blocks / 8 / jnp.where(wide == 0, 1, wide)
     largest = 2 ** (bits - 1) - 1
     codes = jnp.round(largest * jnp.sign(unit) * jnp.sqrt(jnp.abs(unit)))
     codes = jnp.clip(codes, -largest, largest)  # a scale may have been rounded down

@@ -86,6 +86,9 @@ class Config:
         default_factory=optimizers.AdapproxOptions
     )
     """Keywords of adapprox_jax.adapprox; None is its default."""
+    elastic: bool = False
+    """Begin with narrow factor buffers and widen them where ranks reach their width, up to
+    --adapprox.max-rank. The rank must be adaptive."""
 
     out: pathlib.Path | None = None
     """Folder for checkpoints, metrics and figures; by default under runs/gpt2."""
@@ -193,6 +196,12 @@ def _check(config: Config) -> None:
         raise UsageError(
             f"--accumulate {config.accumulate} does not divide --batch-size "
             f"{config.batch_size}, and must"
+        )
+    used = optimizers.settings(config.optimizer, config.adapprox)
+    if config.elastic and "initial_rank" not in used:
+        raise UsageError(
+            "--elastic needs ranks that adapt: --optimizer adapprox with --adapprox.initial-rank,"
+            " or adapprox-paper"
         )
     if config.warmup >= config.steps:
         raise UsageError(f"--warmup {config.warmup} must be below --steps {config.steps}")

@@ -32,7 +32,11 @@ class AdapproxOptions:
     initial_rank: int | None = None
     max_rank: int | float | None = None
     error_threshold: float | None = None
+    sampling_threshold: bool | None = None
+    """Raise the threshold early in training, by adapprox_jax.sampling_threshold, and add columns
+    one by one."""
     rank_interval: int | None = None
+    rank_margin: int | None = None
     approximate: Literal["moment", "root"] | None = None
     power_iterations: int | None = None
     oversampling: int | None = None
@@ -44,9 +48,11 @@ class AdapproxOptions:
     bias_correction: bool | None = None
     clipping_threshold: float | None = None
     min_dim_size_to_factor: int | None = None
+    mu_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    factor_dtype: Literal["float32", "bfloat16"] | None = None
 
     def given(self) -> dict[str, Any]:
-        """The keywords that are not None."""
+        """The options that are not None."""
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
@@ -64,6 +70,10 @@ def settings(name: Name, options: AdapproxOptions) -> dict[str, Any]:
     shared = {field.name for field in dataclasses.fields(Hyperparameters)}
     used = {k: v for k, v in (used | options.given()).items() if k not in shared}
     return {k: v for k, v in used.items() if isinstance(v, bool | int | float | str)}
+
+
+def _one_by_one(error: jax.Array) -> int:
+    return 1
 
 
 def _paper() -> dict[str, Any]:
@@ -112,10 +122,12 @@ def build(
     """
     shared = dataclasses.asdict(hyper) | {"mask": is_matrix}
     match name:
-        case "adapprox":
-            return adapprox_jax.adapprox(learning_rate, **shared, **options.given())
-        case "adapprox-paper":
-            keywords = _paper() | options.given()
+        case "adapprox" | "adapprox-paper":
+            keywords = (_paper() if name == "adapprox-paper" else {}) | options.given()
+            if keywords.pop("sampling_threshold", False):
+                late = settings(name, options)["error_threshold"]
+                keywords["error_threshold"] = adapprox_jax.sampling_threshold(hyper.b2, late)
+                keywords["rank_growth"] = _one_by_one
             return adapprox_jax.adapprox(learning_rate, **shared, **keywords)
         case "adamw":
             return optax.adamw(learning_rate, **shared)

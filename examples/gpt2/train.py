@@ -6,7 +6,9 @@ one and ends with the very parameters of a run that was never interrupted.
 """
 
 import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -134,7 +136,13 @@ def save(
 ) -> None:
     """Saves all that the next step depends on, unless this step is saved already."""
     if checkpoints.latest_step() != step:
-        extra = {"data": batches.get_state(), "settings": used}
+        report = adapprox_jax.rank_report(state.opt_state, state.params)
+        extra = {
+            "data": batches.get_state(),
+            "settings": used,
+            "shapes": _shapes(state.params),
+            "capacities": {name: info.capacity for name, info in report.items()},
+        }
         checkpoints.save(
             step,
             args=ocp.args.Composite(
@@ -151,8 +159,10 @@ def restore(
 ) -> tuple[int, TrainState]:
     """Returns the last saved step and state, and sets the data to its position.
 
+    The factor buffers have the widths that they were saved with, whatever those of `state` are.
+
     Raises:
-      UsageError: If there is no checkpoint or it is of a run with other settings.
+      UsageError: If there is no checkpoint or it is of a run with other settings or parameters.
     """
     step = checkpoints.latest_step()
     if step is None:
@@ -161,10 +171,20 @@ def restore(
     differences = _differences(extra["settings"], used)
     if differences:
         raise UsageError(f"--resume: the checkpoint is of other settings: {differences}")
+    differences = _differences(extra["shapes"], _shapes(state.params))
+    if differences:
+        raise UsageError(f"--resume: the checkpoint is of other parameters: {differences}")
     batches.set_state(extra["data"])
-    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state._asdict())
+    target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+    target = target._replace(opt_state=adapprox_jax.resize(target.opt_state, extra["capacities"]))
+    target = target._asdict()
     arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
     return step, TrainState(**checkpoints.restore(step, args=arguments).state)
+
+
+def _shapes(params: Any) -> dict[str, list[int]]:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path): list(leaf.shape) for path, leaf in leaves}
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> str:
@@ -233,6 +253,24 @@ def describe(sizes: dict[str, float]) -> str:
     return words
 
 
+def buffer_sizes(config: Config, params: Any) -> tuple[int, ...]:
+    """Widths that the factor buffers of an elastic run may have: 8, 16, 32, ... max_rank."""
+    tx = optimizers.build(config.optimizer, 0.0, config.hyper, config.adapprox)
+    factors = optax.tree.get(jax.eval_shape(tx.init, params), "q")
+    largest = max((q.shape[-1] for q in jax.tree.leaves(factors) if q.ndim), default=1)
+    narrow = itertools.takewhile(lambda size: size < largest, (8 * 2**i for i in itertools.count()))
+    return (*narrow, largest)
+
+
+def full_above(used: dict[str, Any]) -> float | None:
+    """The error above which a matrix counts as full when its rank is the width of its buffers.
+
+    With a margin the error at the full width tells nothing: the rank alone decides.
+    """
+    of_adapprox = used["adapprox"]
+    return None if of_adapprox.get("rank_margin") else of_adapprox.get("error_threshold")
+
+
 def prepare_folder(config: Config, used: dict[str, Any]) -> None:
     """Makes the run's folder; an earlier run there is kept beside it, unless it is resumed.
 
@@ -275,12 +313,18 @@ def interruptions() -> Iterator[threading.Event]:
 # ---------------------------------------------------------------------------------- whole run
 
 
-def run(config: Config, *, keep: bool = True) -> Result:
+def run(
+    config: Config,
+    *,
+    keep: bool = True,
+    build: Callable[..., optax.GradientTransformation] = optimizers.build,
+) -> Result:
     """Trains one model.
 
     Args:
       config: The settings; what they leave to the presets is filled in here.
       keep: Whether to save checkpoints, a figure and a sample; metrics are written in any case.
+      build: Makes the optimizer, as `optimizers.build` does.
 
     Returns:
       The validation losses and the sizes in memory.
@@ -297,15 +341,21 @@ def run(config: Config, *, keep: bool = True) -> Result:
     rate = optimizers.schedule(
         config.learning_rate, config.min_learning_rate, config.warmup, config.steps
     )
-    try:
-        tx = optimizers.build(config.optimizer, rate, config.hyper, config.adapprox)
-    except ValueError as error:
-        raise UsageError(f"{config.optimizer}: {error}") from None
-    prepare_folder(config, used)
-
     model = gpt.GPT(gpt_config(config), rngs=nnx.Rngs(config.seed))
     graphdef, params = nnx.split(model, nnx.Param)
     params = nnx.to_pure_dict(params)
+    options, widen = config.adapprox, None
+    try:
+        if config.elastic:
+            sizes = buffer_sizes(config, params)
+            options = dataclasses.replace(options, max_rank=sizes[0])
+            widen = functools.partial(
+                adapprox_jax.grow, sizes=sizes, error_threshold=full_above(used)
+            )
+        tx = build(config.optimizer, rate, config.hyper, options)
+    except ValueError as error:
+        raise UsageError(f"{config.optimizer}: {error}") from None
+    prepare_folder(config, used)
     state = TrainState(params, jax.jit(tx.init)(params))
     sizes = memory(tx, state)
     print(f"{config.model}, {config.optimizer}: {describe(sizes)}")
@@ -345,6 +395,8 @@ def run(config: Config, *, keep: bool = True) -> Result:
             rate=rate,
             metrics=metrics,
             save_at=save_at,
+            widen=widen,
+            full_above=full_above(used),
         )
         seconds = time.perf_counter() - begin
     curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
@@ -365,8 +417,13 @@ def loop(
     rate: optax.Schedule,
     metrics: Metrics,
     save_at: Callable[[int, TrainState], None],
+    widen: Callable[[Any, Any], Any] | None,
+    full_above: float | None,
 ) -> TrainState:
     """Takes the steps after `start`; records, validates and saves at their intervals.
+
+    With `widen`, from the optimizer's state and the parameters to a state with wider buffers where
+    they are full, the state is looked at whenever losses are fetched.
 
     Ctrl-C is heard between two steps: the state is saved, then KeyboardInterrupt raised.
     """
@@ -389,8 +446,10 @@ def loop(
                 record(metrics, step, losses, rate, speed)
                 bar.update(len(losses))
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
+                if widen is not None:
+                    state = state._replace(opt_state=widen(state.opt_state, state.params))
                 if to_check:
-                    validate(metrics, step, float(eval_fn(state.params)), state)
+                    validate(metrics, step, float(eval_fn(state.params)), state, full_above)
                 if to_save:
                     save_at(step, state)
                 waiting, clock = [], time.perf_counter()
@@ -410,8 +469,14 @@ def record(
         metrics.write(at, loss=loss, learning_rate=learning_rate, tokens_per_second=speed)
 
 
-def validate(metrics: Metrics, step: int, loss: float, state: TrainState) -> None:
-    """Writes and prints a validation loss and the ranks; DivergedError if not finite."""
+def validate(
+    metrics: Metrics, step: int, loss: float, state: TrainState, full_above: float | None
+) -> None:
+    """Writes and prints a validation loss, ranks and bytes; DivergedError if not finite.
+
+    `full_above` is the error above which a matrix counts as full when its rank is the width of its
+    buffers.
+    """
     if not math.isfinite(loss):
         raise DivergedError(
             f"the validation loss is {loss} at step {step}; try a lower --learning-rate"
@@ -422,7 +487,14 @@ def validate(metrics: Metrics, step: int, loss: float, state: TrainState) -> Non
     if report:
         row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
         row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
-        words += f", mean rank {row['mean_rank']:.1f}"
+        row["full"] = [leaf for leaf, info in report.items() if info.is_full(full_above)]
+        row["state_mib"] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) / MIB
+        earlier = (old.get("peak_state_mib", 0) for old in metrics.rows)
+        row["peak_state_mib"] = max([row["state_mib"], *earlier])
+        words += (
+            f", mean rank {row['mean_rank']:.1f}, {len(row['full'])} of {len(report)} matrices"
+            f" full, state {row['state_mib']:.2f} MiB (at most {row['peak_state_mib']:.2f})"
+        )
     metrics.write(step, **row)
     tqdm.write(words)
 

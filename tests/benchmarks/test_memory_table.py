@@ -1,0 +1,78 @@
+"""The memory table equals the paper's Table 2 in every cell; peaks are computed from end to end."""
+
+import json
+
+import jax
+import optax
+import pytest
+
+pytest.importorskip("flax")
+
+import adapprox_jax
+from benchmarks import memory_table
+from benchmarks.inputs import parameter_shapes
+from benchmarks.memory_table import FIRST_MOMENTS, MODELS, PAPER_MIB, main
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("memory")
+    main(folder=folder)
+    result = json.loads((folder / "memory_table.json").read_text())
+    assert result["command"] == "python -m benchmarks.memory_table"
+    return result["records"]
+
+
+@pytest.mark.parametrize("b1", FIRST_MOMENTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_cell_equals_the_papers_at_the_printed_digit(tables, model, b1):
+    records = tables[model][str(b1)].items()
+    printed = {name: f"{r['mib']:.1f}" for name, r in records if r["paper_mib"] is not None}
+    paper = PAPER_MIB[model, b1].items()
+    assert printed == {name: f"{mib:.1f}" for name, mib in paper if mib is not None}
+    assert len(printed) == (5 if b1 else 4)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bookkeeping_is_small(tables, model):
+    leaves = len(jax.tree.leaves(parameter_shapes(model)))
+    records = [r for of_b1 in tables[model].values() for r in of_b1.values()]
+    found = [r["bookkeeping_bytes"] for r in records if r["bookkeeping_bytes"] is not None]
+    # Of each leaf its rank, error and drift; then the count and the key.
+    assert set(found) == {leaves * 3 * 4 + 4 + 8}
+    assert max(found) < 4096
+
+
+def test_compressed_averages_cost_what_is_promised(tables):
+    records = tables["117M"]["0.9"]
+    assert records["Adapprox, rank 16, in 8 bits"]["bytes_a_parameter"] <= 1.25
+    assert records["Adapprox, rank 16, in 4 bits"]["bytes_a_parameter"] <= 0.75
+
+
+def test_bookkeeping_and_the_rest_are_the_whole_state():
+    params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
+    tx = adapprox_jax.scale_by_adapprox(max_rank=4)
+    factors, placeholder = 4 * 4 * (128 + 256), 4
+    rest = memory_table.bookkeeping_nbytes(tx, params)
+    assert adapprox_jax.state_nbytes(tx, params) == factors + placeholder + rest
+    assert memory_table.bookkeeping_nbytes(optax.sgd(1.0), params) is None
+
+
+def test_peaks_of_a_training_step(tmp_path, monkeypatch, capsys):
+    rows = {name: memory_table.PEAK_ROWS[name] for name in ("AdamW", "Adafactor")}
+    monkeypatch.setattr(memory_table, "PEAK_ROWS", rows)
+    monkeypatch.setattr(memory_table, "MODELS", ())
+    result = main(peak=True, peak_model="tiny", batch=2, folder=tmp_path)["peaks"]
+    (path,) = tmp_path.glob("memory_peak_*.json")
+    assert json.loads(path.read_text()) == result
+    assert "--peak --peak-model tiny --batch 2" in result["command"]
+    adamw, adafactor = result["records"]["tiny"].values()
+    parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(parameter_shapes("tiny"))) / 2**20
+    assert adamw["peak_mib"] > adamw["temporaries_mib"] + 3 * parameters
+    assert adafactor["share_of_saving"] > 0.9
+    assert "| Adafactor | " in capsys.readouterr().out
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(SystemExit, match=r"batch=0; allowed: an integer of at least 1\."):
+        main(batch=0)

@@ -1,0 +1,143 @@
+"""Codes of 8 and 4 bits, and the running average that is kept in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import adapprox_jax
+from adapprox_jax import quantize
+from adapprox_jax.quantization import quantized_like
+
+PARAMS = {"kernel": jnp.ones((64, 96)), "odd": jnp.ones((50, 101)), "bias": jnp.ones(96)}
+each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+
+
+def updates(t, like=PARAMS):
+    key = jax.random.fold_in(jax.random.key(0), t)
+    return optax.tree.random_like(key, like, jax.random.normal)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.009), (4, 0.16)])
+@pytest.mark.parametrize("n", [1, 5, 32, 33, 100])
+def test_error_is_half_a_step_of_the_codes(bits, most, n):
+    """Of a block's largest magnitude: 1 / 127 and 1 / 7 at the widest step."""
+    x = jax.random.normal(jax.random.key(0), (3, n)) * 10.0 ** np.arange(-3, 6, 3)[:, None]
+    codes, scales = quantize(x, bits)
+    back = adapprox_jax.dequantize(codes, scales, n)
+    assert [(a.shape, a.dtype) for a in (codes, scales)] == [
+        (a.shape, a.dtype) for a in quantized_like((3, n), bits)
+    ]
+    for i in range(0, n, 32):
+        block, error = x[:, i : i + 32], jnp.abs(back - x)[:, i : i + 32]
+        assert jnp.all(error.max(1) <= most * jnp.abs(block).max(1))
+    again, _ = quantize(back, bits)
+    np.testing.assert_array_equal(codes, again)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_zeros_and_extreme_blocks(bits):
+    x = jnp.asarray(np.r_[np.zeros(32), np.full(32, 1e-30), np.full(32, -3e38)], jnp.float32)
+    back = adapprox_jax.dequantize(*quantize(x, bits), 96)
+    np.testing.assert_allclose(back, x, rtol=0.004)
+
+
+@each_dtype
+def test_average_follows_that_of_float32(dtype):
+    """Alone behind another optimizer's scaling; small leaves are exact."""
+    most = 0.02 if dtype == jnp.int8 else 0.25
+    plain = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9))
+    coded = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9, mu_dtype=dtype))
+    states, step = [plain.init(PARAMS), coded.init(PARAMS)], jax.jit(coded.update)
+    for t in range(40):
+        expected, states[0] = plain.update(updates(t), states[0])
+        actual, states[1] = step(updates(t), states[1])
+    np.testing.assert_allclose(actual["bias"], expected["bias"], rtol=1e-5)
+    for name in ("kernel", "odd"):
+        distance = jnp.linalg.norm(actual[name] - expected[name])
+        assert 0 < distance < most * jnp.linalg.norm(expected[name])
+
+
+@each_dtype
+def test_bytes(dtype):
+    per_parameter = 1.0625 if dtype == jnp.int8 else 0.5625
+    shape = {"kernel": jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)}
+    nbytes = adapprox_jax.state_nbytes(adapprox_jax.guided_ema(mu_dtype=dtype), shape)
+    assert nbytes == per_parameter * 512 * 768
+
+
+@each_dtype
+@pytest.mark.parametrize("guided", [False, True])
+def test_the_whole_chain_learns_and_survives_a_checkpoint(dtype, guided, tmp_path):
+    target = jax.random.normal(jax.random.key(1), (64, 96))
+    tx = adapprox_jax.adapprox(3e-2, mu_dtype=dtype, cosine_guidance=guided, weight_decay=0.0)
+    params = {"kernel": jnp.zeros((64, 96))}
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["kernel"] - target) ** 2))(params)
+        new, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, new), state, loss
+
+    for _ in range(150):
+        params, state, loss = step(params, state)
+    assert loss < 0.05
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+
+
+@each_dtype
+def test_specs_of_parameters_map_over_the_state(dtype):
+    """Codes and scales lie in trees like the parameters', as sharding recipes ask for."""
+    tx = adapprox_jax.adapprox(1e-3, mu_dtype=dtype)
+    names = {name: name for name in PARAMS}
+    state = optax.tree_map_params(tx, lambda _, name: name, tx.init(PARAMS), names)
+    assert optax.tree.get(state, "mu") == names
+    assert optax.tree.get(state, "scale") == names
+
+
+@each_dtype
+def test_explicit_mesh(dtype):
+    """The same values as on one device, codes and scales sharded as the parameter."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    params, tx = {"kernel": PARAMS["kernel"]}, adapprox_jax.guided_ema(mu_dtype=dtype)
+    expected, plain = tx.update(updates(0, params), tx.init(params))
+    sharding = NamedSharding(mesh, PartitionSpec("data", None))
+    with jax.set_mesh(mesh):
+        sharded = jax.tree.map(lambda x: jax.device_put(x, sharding), updates(0, params))
+        state = tx.init(sharded)
+        actual, new = jax.jit(tx.update)(sharded, state)
+        assert jax.typeof(new.mu["kernel"]).sharding.spec[0] == "data"
+        assert jax.typeof(new.scale["kernel"]).sharding.spec[0] == "data"
+    np.testing.assert_allclose(actual["kernel"], expected["kernel"], rtol=1e-6)
+    np.testing.assert_array_equal(new.mu["kernel"], plain.mu["kernel"])
+
+
+def test_population():
+    tx = adapprox_jax.guided_ema(mu_dtype=jnp.int8)
+    stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
+    state = jax.vmap(tx.init)(stacked)
+    actual, _ = jax.vmap(tx.update)(stacked, state)
+    for i in range(2):
+        one = jax.tree.map(lambda x, i=i: x[i], stacked)
+        expected, _ = tx.update(one, tx.init(one))
+        jax.tree.map(
+            lambda a, e, i=i: np.testing.assert_allclose(a[i], e, rtol=1e-6), actual, expected
+        )
+
+
+def test_bad_types_and_shapes_are_named():
+    with pytest.raises(ValueError, match="mu_dtype is int16; allowed: None, floating-point types"):
+        adapprox_jax.guided_ema(mu_dtype=jnp.int16)
+    tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)
+    state = tx.init(PARAMS)
+    wrong = {**PARAMS, "kernel": jnp.ones((64, 90))}
+    with pytest.raises(ValueError, match=r"\['kernel'\]: got shape \(64, 90\); expected 4-bit"):
+        tx.update(wrong, state)
