@@ -1,0 +1,134 @@
+"""Adam's states turned into Adapprox's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+from adapprox_jax import from_adam
+
+RATE = 3e-3
+
+
+def problem():
+    """A network of two layers and a stack, with noisy batches: loss(params, step)."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    teacher = jax.random.normal(keys[0], (128, 96)) * jnp.exp(jax.random.normal(keys[1], (96,)))
+    params = {
+        "hidden": 0.1 * jax.random.normal(keys[2], (128, 256)),
+        "stack": 0.1 * jax.random.normal(keys[3], (2, 256, 256)),
+        "out": jnp.zeros((256, 96)),
+        "bias": jnp.zeros(96),
+    }
+
+    def loss(params, step):
+        x = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (64, 128))
+        h = jnp.tanh(x @ params["hidden"])
+        for matrix in params["stack"]:
+            h = h + jnp.tanh(h @ matrix)
+        return jnp.mean((h @ params["out"] + params["bias"] - jnp.tanh(x @ teacher)) ** 2)
+
+    return params, loss
+
+
+def train(tx, loss, params, state, steps):
+    @jax.jit
+    def step(params, state, t):
+        value, grads = jax.value_and_grad(loss)(params, t)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    losses = []
+    for t in steps:
+        params, state, value = step(params, state, t)
+        losses.append(float(value))
+    return params, state, np.array(losses)
+
+
+@pytest.fixture(scope="module")
+def with_adam():
+    params, loss = problem()
+    adamw = optax.adamw(RATE)
+    return *train(adamw, loss, params, adamw.init(params), range(150)), loss
+
+
+@pytest.mark.parametrize("approximate", ["root", "moment"])
+@pytest.mark.parametrize("mu_dtype", [None, jnp.int8])
+def test_a_run_goes_on_without_a_bump(with_adam, approximate, mu_dtype):
+    """As low as Adam's own next steps, and the first one nearly along Adam's.
+
+    Adapprox averages updates and Adam gradients, so that their paths differ a little.
+    """
+    params, state, before, loss = with_adam
+    tx = adapprox_jax.adapprox(RATE, mu_dtype=mu_dtype, approximate=approximate, max_rank=16)
+    new = from_adam(tx, state, params, approximate=approximate)
+    like = tx.init(params)
+    assert jax.tree.structure(new) == jax.tree.structure(like)
+    jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, new, like)
+    _, _, expected = train(optax.adamw(RATE), loss, params, state, range(150, 200))
+    _, _, actual = train(tx, loss, params, new, range(150, 200))
+    for part in (slice(0, 10), slice(10, 50)):
+        assert actual[part].mean() <= 1.02 * expected[part].mean()
+    assert actual.max() <= 1.05 * before[-50:].max()
+    grads = jax.grad(loss)(params, 150)
+    along, _ = optax.adamw(RATE).update(grads, state, params)
+    assert cosine(tx.update(grads, new, params)[0], along) > 0.9
+    assert cosine(tx.update(grads, like, params)[0], along) < 0.7  # from an empty state
+
+
+def cosine(a, b):
+    return float(optax.tree.vdot(a, b) / optax.tree.norm(a) / optax.tree.norm(b))
+
+
+def test_factors_are_the_best_of_their_rank(with_adam):
+    params, state, _, _ = with_adam
+    tx = adapprox_jax.adapprox(RATE, max_rank=8)
+    new = from_adam(tx, state, params)
+    nu_hat = optax.tree.get(state, "nu")["hidden"] / (1 - 0.999**150)
+    root = np.sqrt(np.asarray(nu_hat, np.float64))
+    spectrum = np.linalg.svd(root, compute_uv=False)
+    best = np.sqrt(np.sum(spectrum[8:] ** 2)) / np.linalg.norm(root)
+    info = adapprox_jax.rank_report(new, params)["['hidden']"]
+    np.testing.assert_allclose(info.error, best, rtol=0.02)
+    np.testing.assert_allclose(
+        np.linalg.norm(root - new[0].q["hidden"] @ new[0].u["hidden"].T),
+        info.error * np.linalg.norm(root),
+        rtol=1e-3,
+    )
+
+
+def test_dense_leaves_counts_and_schedules_go_on_exactly(with_adam):
+    params, state, _, _ = with_adam
+    tx = adapprox_jax.adapprox(optax.linear_schedule(1e-2, 0.0, 300), clipping_threshold=1e6)
+    new = from_adam(tx, state, params, clipping_threshold=None)
+    assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {150}
+    adam = state[0]
+    nu_hat, mu_hat = adam.nu["bias"] / (1 - 0.999**150), adam.mu["bias"] / (1 - 0.9**150)
+    np.testing.assert_allclose(new[0].nu["bias"], nu_hat, rtol=1e-5)
+    average = optax.tree.get(new, "mu")["bias"]
+    np.testing.assert_allclose(average, mu_hat / (jnp.sqrt(nu_hat) + 1e-8), rtol=1e-4)
+
+
+def test_a_state_from_a_checkpoint_by_its_parts(with_adam):
+    """Somebody's count, mu and nu suffice; before the first step they are zero."""
+    params, state, _, _ = with_adam
+    tx = adapprox_jax.adapprox(RATE)
+    parts = optax.ScaleByAdamState(*(jax.tree.map(np.asarray, x) for x in state[0]))
+    jax.tree.map(
+        np.testing.assert_array_equal, from_adam(tx, parts, params), from_adam(tx, state, params)
+    )
+    fresh = from_adam(tx, optax.adam(RATE).init(params), params)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), fresh, params)
+    assert all(jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates))
+
+
+def test_states_that_do_not_fit_are_named(with_adam):
+    params, state, _, _ = with_adam
+    tx = adapprox_jax.adapprox(RATE)
+    with pytest.raises(ValueError, match="adam_state holds 0 states of Adam; allowed: one"):
+        from_adam(tx, optax.sgd(1.0).init(params), params)
+    wrong = {**params, "hidden": jnp.ones((128, 200))}
+    with pytest.raises(ValueError, match=r"\['hidden'\]"):
+        from_adam(tx, state, wrong)
