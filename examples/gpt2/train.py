@@ -423,7 +423,7 @@ def loop(
     """Takes the steps after `start`; records, validates and saves at their intervals.
 
     With `widen`, from the optimizer's state and the parameters to a state with wider buffers where
-    they are full, the state is looked at whenever losses are fetched.
+    they are full, the state is looked at every `LOG_EVERY` steps.
 
     Ctrl-C is heard between two steps: the state is saved, then KeyboardInterrupt raised.
     """
@@ -446,7 +446,7 @@ def loop(
                 record(metrics, step, losses, rate, speed)
                 bar.update(len(losses))
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
-                if widen is not None:
+                if widen is not None and step % LOG_EVERY == 0:  # also where it is resumed
                     state = state._replace(opt_state=widen(state.opt_state, state.params))
                 if to_check:
                     validate(metrics, step, float(eval_fn(state.params)), state, full_above)

@@ -95,6 +95,53 @@ def test_resume_gives_the_same_bits(trained, work):
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
+ELASTIC = ["--elastic", "--adapprox.initial-rank", 1, "--adapprox.max-rank", 0.75, "--steps", 24]
+ELASTIC += ["--adapprox.error-threshold", 0.02, "--eval-every", 12, "--checkpoint-every", 12]
+
+
+@pytest.fixture(scope="module")
+def elastic(work):
+    assert train.main(arguments(work, "elastic", *ELASTIC)) == 0
+    return work / "elastic"
+
+
+def test_elastic_buffers_follow_the_ranks(elastic):
+    """From 8 columns to 12, with the state's bytes in the records."""
+    rows = [json.loads(line) for line in (elastic / "metrics.jsonl").read_text().splitlines()]
+    checks = [row for row in rows if "validation_loss" in row]
+    factors = saved(elastic, 24)["opt_state"][0]["q"]
+    widths = {leaf.shape[-1] for leaf in jax.tree.leaves(factors) if leaf.ndim}
+    assert 12 in widths
+    assert widths <= {8, 12}
+    for row in checks:
+        assert row["peak_state_mib"] >= row["state_mib"] > 0
+        assert set(row["full"]) <= set(row["ranks"])
+    assert json.loads((elastic / "settings.json").read_text())["elastic"]
+
+
+def test_an_elastic_run_resumes_to_the_same_bits(elastic, work):
+    shorter = work / "elastic-resumed"
+    shutil.copytree(elastic, shorter)
+    shutil.rmtree(shorter / "checkpoints" / "24")
+    assert train.main(arguments(work, shorter.name, *ELASTIC, "--resume")) == 0
+    assert_equal_bits(saved(shorter, 24), saved(elastic, 24))
+
+
+def test_elastic_needs_adaptive_ranks(work, capsys):
+    assert train.main(arguments(work, "fixed", "--elastic")) == 2
+    assert "--elastic needs ranks that adapt" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_other_parameters_names_them(elastic, work, capsys, monkeypatch):
+    real = train.settings  # else the settings would be found to differ first
+    monkeypatch.setattr(train, "settings", lambda *of: real(*of) | {"width": 16})
+    shutil.copytree(elastic, work / "elastic-wide")
+    wide = arguments(work, "elastic-wide", *ELASTIC, "--resume", "--width", 32)
+    assert train.main(wide) == 2
+    error = capsys.readouterr().err
+    assert "['tokens']['embedding'] was [256, 16], now [256, 32]" in error
+
+
 def test_ctrl_c_saves_and_resume_gives_the_same_bits(work):
     long = ["--steps", 800, "--eval-every", 5000, "--checkpoint-every", 5000]
     command = [*arguments(work, "stopped", *long), "--optimizer", "adamw"]
