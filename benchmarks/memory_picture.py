@@ -1,0 +1,232 @@
+"""Validation loss against bytes of state a parameter: `python -m benchmarks.memory_picture`.
+
+Trains the default GPT-2 of `examples.gpt2.train` with each optimizer: every rate with the first
+seed, the best with the others. A finished run is one line of `docs/results/memory.jsonl`, and is
+not done again. AdamW, Adafactor and Adapprox at rank 8 are taken from the records of
+docs/results.md. Writes `docs/results/memory.json` and `memory.png`.
+"""
+
+import json
+import pathlib
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from matplotlib.figure import Figure
+
+import adapprox_jax
+from benchmarks.came import came
+from examples.gpt2 import records
+from examples.gpt2.config import Config
+from examples.gpt2.optimizers import is_matrix
+from examples.gpt2.train import run
+
+RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
+DECAY, SEEDS = 0.1, (0, 1, 2)
+
+
+class QuantizedAdamState(NamedTuple):
+    """State of `scale_by_quantized_adam`."""
+
+    count: jax.Array
+    average: adapprox_jax.GuidedEmaState
+    nu: Any
+
+
+def scale_by_quantized_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, mu_dtype: Any = jnp.int8
+) -> optax.GradientTransformation:
+    """`optax.scale_by_adam` with its first moment in 8 or 4 bits."""
+    ema = adapprox_jax.guided_ema(b1, mu_dtype=mu_dtype)
+
+    def init(params: optax.Params) -> QuantizedAdamState:
+        zeros = optax.tree.zeros_like(params)
+        return QuantizedAdamState(jnp.zeros([], jnp.int32), ema.init(params), zeros)
+
+    def update(
+        grads: optax.Updates, state: QuantizedAdamState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, QuantizedAdamState]:
+        del params
+        count = optax.safe_increment(state.count)
+        mu, average = ema.update(grads, state.average)
+        nu = jax.tree.map(lambda g, v: b2 * v + (1 - b2) * g**2, grads, state.nu)
+        updates = jax.tree.map(
+            lambda m, v: m / (1 - b1**count) / (jnp.sqrt(v / (1 - b2**count)) + eps), mu, nu
+        )
+        return updates, QuantizedAdamState(count, average, nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+class Contender(NamedTuple):
+    """An optimizer with the peak rates that are tried."""
+
+    make: Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+    rates: tuple[float, ...]
+    recorded_as: str | None = None  # its name in the records of docs/results.md
+
+
+def _adapprox(rate: optax.ScalarOrSchedule, **settings: Any) -> optax.GradientTransformation:
+    return adapprox_jax.adapprox(rate, weight_decay=DECAY, mask=is_matrix, **settings)
+
+
+def _with_rank(max_rank: int, mu_dtype: Any = None, **settings: Any) -> Contender:
+    return Contender(
+        lambda rate: _adapprox(rate, max_rank=max_rank, mu_dtype=mu_dtype, **settings), (2.4e-3,)
+    )
+
+
+def _adafactor(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.scale_by_factored_rms(),
+        optax.clip_by_block_rms(1.0),
+        optax.ema(0.9, debias=False),
+        optax.add_decayed_weights(DECAY, mask=is_matrix),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _quantized_adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+    return optax.chain(
+        scale_by_quantized_adam(),
+        optax.add_decayed_weights(DECAY, mask=is_matrix),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+# At the best of the rates that docs/results.md tried, or of several here where it tried none.
+CONTENDERS: dict[str, Contender] = {
+    "AdamW": Contender(
+        lambda rate: optax.adamw(rate, weight_decay=DECAY, mask=is_matrix), (1.2e-3,), "adamw"
+    ),
+    "AdamW, 8-bit first moment": Contender(_quantized_adamw, (1.2e-3,)),
+    "Adafactor": Contender(_adafactor, (2.4e-3,), "adafactor"),
+    "CAME": Contender(
+        lambda rate: came(rate, weight_decay=DECAY, mask=is_matrix), (6e-4, 1.2e-3, 2.4e-3)
+    ),
+    "Adapprox, rank 8": _with_rank(8)._replace(recorded_as="adapprox"),
+    "Adapprox, rank 16": _with_rank(16),
+    "Adapprox, rank 16, 8 bits": _with_rank(16, jnp.int8),
+    "Adapprox, rank 16, 4 bits": _with_rank(16, jnp.int4),
+    "Adapprox, rank 8, 8 bits": _with_rank(8, jnp.int8),
+    "Adapprox, rank 8, 4 bits": _with_rank(8, jnp.int4),
+    "Adapprox, rank 16, bfloat16": _with_rank(16, jnp.bfloat16),
+    "Adapprox, rank 8, factors in bfloat16": _with_rank(8, factor_dtype=jnp.bfloat16),
+    "Adapprox, rank 8, no first moment": Contender(
+        lambda rate: _adapprox(rate, b1=0.0), (1.2e-3, 2.4e-3)
+    ),
+}
+
+
+def result(name: str, rate: float, seed: int) -> dict[str, Any]:
+    """One run: from the file if it is there, else trained now."""
+    path, contender = RESULTS / "memory.jsonl", CONTENDERS[name]
+    key = {"name": name, "learning_rate": rate, "seed": seed}
+    rows = recorded_runs(name) if contender.recorded_as else records.read(path)
+    found = next((row for row in rows if key.items() <= row.items()), None)
+    if found is None:
+        print(f"-- {name}, peak rate {rate:g}, seed {seed}", flush=True)
+        out = pathlib.Path("runs/memory") / f"{name}-{rate:g}-{seed}".replace(", ", "-")
+        config = Config(learning_rate=rate, seed=seed, out=out)
+        done = run(config, keep=False, build=lambda _, rate, *rest: contender.make(rate))
+        jax.clear_caches()
+        bytes_a_parameter = done.memory["state_mib"] * 2**20 / done.memory["parameters"]
+        found = {
+            **key,
+            "validation_loss": done.validation_loss,
+            "bytes_a_parameter": bytes_a_parameter,
+            "settings": {k: v for k, v in done.settings.items() if k not in ("adapprox", "hyper")},
+            "jax": jax.__version__,
+        }
+        records.append(path, found)
+    return found
+
+
+def recorded_runs(name: str) -> list[dict[str, Any]]:
+    """The runs of docs/results.md of one contender, with the default settings of the program."""
+    rows = records.read(RESULTS / "after_speed.jsonl") + records.read(RESULTS / "choices.jsonl")
+    rows += json.loads((RESULTS / "comparison.json").read_text())["runs"]
+    wanted = CONTENDERS[name].recorded_as
+    return [
+        {
+            "name": name,
+            "learning_rate": row["settings"]["learning_rate"],
+            "seed": row["settings"]["seed"],
+            "validation_loss": row["validation_loss"],
+            "bytes_a_parameter": row["memory"]["state_mib"] * 2**20 / row["memory"]["parameters"],
+        }
+        for row in rows
+        if row["settings"]["optimizer"] == wanted and row["settings"]["vocabulary"] == 512
+    ]
+
+
+def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
+    """Runs what is missing, prints the table, writes JSON and a PNG.
+
+    Args:
+      contenders: Which to run now; the table and the picture show all that are complete.
+    """
+    unknown = [name for name in contenders if name not in CONTENDERS]
+    if unknown:
+        raise SystemExit(f"contenders has {unknown}; allowed: {', '.join(CONTENDERS)}.")
+    summary = {}
+    for name in contenders:
+        runs = [result(name, rate, SEEDS[0]) for rate in CONTENDERS[name].rates]
+        best = min(runs, key=lambda row: row["validation_loss"])["learning_rate"]
+        losses = [result(name, best, seed)["validation_loss"] for seed in SEEDS]
+        summary[name] = {
+            "validation_loss": statistics.mean(losses),
+            "standard_error": statistics.stdev(losses) / len(losses) ** 0.5,
+            "bytes_a_parameter": runs[0]["bytes_a_parameter"],
+            "learning_rate": best,
+            "losses": losses,
+            "first_seed": {f"{row['learning_rate']:g}": row["validation_loss"] for row in runs},
+        }
+    (RESULTS / "memory.json").write_text(
+        json.dumps({"command": "python -m benchmarks.memory_picture", "summary": summary}, indent=1)
+        + "\n"
+    )
+    print("| | bytes a parameter | validation loss | standard error | peak rate |")
+    print("| --- | ---: | ---: | ---: | ---: |")
+    for name, row in summary.items():
+        print(
+            f"| {name} | {row['bytes_a_parameter']:.2f} | {row['validation_loss']:.4f}"
+            f" | {row['standard_error']:.4f} | {row['learning_rate']:g} |"
+        )
+    draw(summary, RESULTS / "memory.png")
+
+
+def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
+    """Draws loss with its standard error against bytes a parameter."""
+    figure = Figure(figsize=(8, 5))
+    axes = figure.subplots()
+    for name, row in summary.items():
+        ours = name.startswith("Adapprox")
+        axes.errorbar(
+            row["bytes_a_parameter"],
+            row["validation_loss"],
+            row["standard_error"],
+            fmt="o" if ours else "s",
+            color="tab:blue" if ours else "tab:gray",
+            capsize=2,
+        )
+        axes.annotate(
+            name,
+            (row["bytes_a_parameter"], row["validation_loss"]),
+            xytext=(5, 3),
+            textcoords="offset points",
+            fontsize="x-small",
+        )
+    axes.set(xlabel="bytes of optimizer state a parameter", ylabel="validation loss, 3 seeds")
+    axes.set_xscale("log")
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
