@@ -30,9 +30,10 @@ def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -
 
 def require_integer(name: str, value: Any, least: int) -> None:
     """Raises ValueError unless `value` is a concrete integer of at least `least`."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, jax.Array):
+        what = "traced" if isinstance(value, jax.core.Tracer) else "an array"
         raise ValueError(
-            f"{name} is traced; allowed: an integer known when the optimizer is made. Under"
+            f"{name} is {what}; allowed: an integer known when the optimizer is made. Under"
             " optax.inject_hyperparams give static_args=adapprox_jax.STATIC_ARGS."
         )
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)

@@ -122,13 +122,13 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def result(name: str, rate: float, seed: int) -> dict[str, Any]:
-    """One run: from the file if it is there, else trained now."""
+def result(name: str, rate: float, seed: int, may_train: bool) -> dict[str, Any] | None:
+    """One run: from the file if it is there, else trained now, or None if it may not be."""
     path, contender = RESULTS / "memory.jsonl", CONTENDERS[name]
     key = {"name": name, "learning_rate": rate, "seed": seed}
     rows = recorded_runs(name) if contender.recorded_as else records.read(path)
     found = next((row for row in rows if key.items() <= row.items()), None)
-    if found is None:
+    if found is None and may_train:
         print(f"-- {name}, peak rate {rate:g}, seed {seed}", flush=True)
         out = pathlib.Path("runs/memory") / f"{name}-{rate:g}-{seed}".replace(", ", "-")
         config = Config(learning_rate=rate, seed=seed, out=out)
@@ -174,10 +174,16 @@ def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
     if unknown:
         raise SystemExit(f"contenders has {unknown}; allowed: {', '.join(CONTENDERS)}.")
     summary = {}
-    for name in contenders:
-        runs = [result(name, rate, SEEDS[0]) for rate in CONTENDERS[name].rates]
+    for name, contender in CONTENDERS.items():
+        may_train = name in contenders
+        runs = [result(name, rate, SEEDS[0], may_train) for rate in contender.rates]
+        if None in runs:
+            continue
         best = min(runs, key=lambda row: row["validation_loss"])["learning_rate"]
-        losses = [result(name, best, seed)["validation_loss"] for seed in SEEDS]
+        of_seeds = [result(name, best, seed, may_train) for seed in SEEDS]
+        if None in of_seeds:
+            continue
+        losses = [row["validation_loss"] for row in of_seeds]
         summary[name] = {
             "validation_loss": statistics.mean(losses),
             "standard_error": statistics.stdev(losses) / len(losses) ** 0.5,

@@ -153,9 +153,7 @@ def test_learning_rate_may_be_a_schedule():
 
 
 def test_injected_hyperparameters_are_followed():
-    static = ("initial_rank", "max_rank", "rank_interval", "power_iterations", "oversampling")
-    static += ("min_dim_size_to_factor", "key")
-    inject = optax.inject_hyperparams(adapprox_jax.adapprox, static_args=static)
+    inject = optax.inject_hyperparams(adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS)
     injected = inject(1.0, b1=0.8, b2=0.99, weight_decay=0.1, **FACTORED)
     plain = adapprox_jax.adapprox(0.5, b1=0.8, b2=0.99, weight_decay=0.1, **FACTORED)
     state = injected.init(PARAMS)
@@ -230,6 +228,8 @@ BAD = [
     (dict(clipping_threshold=0.0), r"clipping_threshold is 0\.0; allowed: a number above 0"),
     (dict(eps="small"), r"eps is 'small'; allowed: a number of at least 0"),
     (dict(rank_growth=5), r"rank_growth is 5; allowed: a function, or None"),
+    (dict(rank_margin=-1), r"rank_margin is -1; allowed: an integer of at least 0"),
+    (dict(mu_dtype=jnp.int16), r"mu_dtype is int16; allowed: None, floating-point types, int8"),
     (dict(factor_dtype=jnp.float16), r"factor_dtype is 'float16'; allowed: 'bfloat16'"),
     (dict(key=1.5), r"key is 1\.5; allowed: an integer seed or a JAX random key"),
     (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),

@@ -46,6 +46,7 @@ SETTINGS = dict(
     error_threshold=0.05,
     rank_interval=10,
     rank_growth=lambda xi: jnp.asarray(1),
+    rank_margin=0,
     power_iterations=5,
     rotate=True,
     orthogonalization="qr",
@@ -140,3 +141,13 @@ def test_error_counts_the_rounding_of_the_factors():
     true = np.linalg.norm(decaying() - product) / np.linalg.norm(decaying())
     np.testing.assert_allclose(factors.error, true, rtol=0.01)
     assert float(factors.error) > 1e-4  # float32 factors of rank 20 have 4e-5
+
+
+def test_a_margin_is_kept_beyond_the_rank_that_suffices():
+    chosen = int(factor(decaying(), error_threshold=0.05).rank)
+    factors = factor(decaying(), error_threshold=0.05, rank_margin=3)
+    assert int(factors.rank) == chosen + 3
+    # Its error is that of all columns kept, margin included.
+    error = float(factor(decaying(), initial_rank=chosen + 3, error_threshold=1.0).error)
+    np.testing.assert_allclose(float(factors.error), error, rtol=1e-3)
+    assert int(factor(decaying(), error_threshold=0.0, rank_margin=3).rank) == 12
