@@ -138,15 +138,17 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
 
 def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     """Bits of the codes that a type asks for; None for a type that the average itself can have."""
-    if mu_dtype is None or jnp.issubdtype(mu_dtype, jnp.floating):
+    if mu_dtype is None:
         return None
-    name = jnp.dtype(mu_dtype).name
-    allowed = ("int8", "int4")
-    if name not in allowed:
-        raise ValueError(
-            f"mu_dtype is {name}; allowed: None, floating-point types, {', '.join(allowed)}."
-        )
-    return int(name.removeprefix("int"))
+    try:
+        name = jnp.dtype(mu_dtype).name
+    except TypeError:
+        name = repr(mu_dtype)
+    if name in ("int8", "int4"):
+        return int(name.removeprefix("int"))
+    if name.startswith(("float", "bfloat")):
+        return None
+    raise ValueError(f"mu_dtype is {name}; allowed: None, floating-point types, int8, int4.")
 
 
 def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.validation import require, require_choice
+
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
 _CODE_DTYPES = {8: jnp.int8, 4: jnp.uint8}  # two numbers of 4 bits lie in one byte
@@ -23,6 +25,9 @@ def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
       Codes: int8 (..., n), or uint8 (..., n / 2 rounded up). Scales: bfloat16 (..., n / 32 rounded
       up), so that a number costs 1.06 or 0.56 bytes.
 
+    Raises:
+      ValueError: bits is neither 8 nor 4, or the array is a scalar.
+
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.linspace(-1, 1, 5))
@@ -32,6 +37,8 @@ def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
     Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a root in place of
     their table of codes.
     """
+    require_choice("bits", bits, tuple(_CODE_DTYPES))
+    require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
     n = array.shape[-1]
     blocks = _in_blocks(array.astype(jnp.float32))
     scales = jnp.max(jnp.abs(blocks), axis=-1).astype(_SCALE_DTYPE)

@@ -12,6 +12,7 @@ from adapprox_jax.inspect import rank_report
 from adapprox_jax.leaf_state import LeafState
 from adapprox_jax.rank import resolve_capacity
 from adapprox_jax.second_moment import ScaleByAdapproxState, as_trees
+from adapprox_jax.validation import require, require_integer
 
 
 def resize(
@@ -38,8 +39,8 @@ def resize(
       The state with new buffers.
 
     Raises:
-      ValueError: a width is out of range, a path is not in the state, or columns in use would be
-        dropped without `truncate`. Nothing is changed then.
+      ValueError: a width is out of range, a path is not in the state, the state has no factored
+        leaf, or columns in use would be dropped without `truncate`. Nothing is changed then.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -49,14 +50,12 @@ def resize(
       >>> adapprox_jax.rank_report(state, params)["['kernel']"].capacity
       16
     """
-    widths = max_rank.values() if isinstance(max_rank, Mapping) else [max_rank]
-    for width in widths:
-        in_range = 0 < width <= 1 if isinstance(width, float) else width >= 1
-        if not in_range:
-            raise ValueError(
-                f"max_rank has {width!r}; allowed: an integer of at least 1, or a fraction in"
-                " (0, 1]."
-            )
+    for name, width in max_rank.items() if isinstance(max_rank, Mapping) else [("", max_rank)]:
+        where = f"max_rank[{name!r}]" if name else "max_rank"
+        if isinstance(width, float):
+            require(where, width, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
+        else:
+            require_integer(where, width, 1)
     known: set[str] = set()
 
     def resize_leaf(path: Any, *fields: Any) -> LeafState:
@@ -80,9 +79,14 @@ def resize(
     resized = jax.tree.map(
         resize_state, opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState)
     )
+    if not known:
+        raise ValueError(
+            "opt_state holds no factored leaf of Adapprox; there is nothing to resize."
+        )
     unknown = set(max_rank) - known if isinstance(max_rank, Mapping) else set()
     if unknown:
-        raise ValueError(f"max_rank has {sorted(unknown)}; allowed: {', '.join(sorted(known))}.")
+        allowed = ", ".join(map(repr, sorted(known)))
+        raise ValueError(f"max_rank has {sorted(unknown)}; allowed: {allowed}.")
     return resized
 
 
@@ -107,6 +111,9 @@ def grow(
     Returns:
       The state: as it was if no leaf is full, or if the largest size is in use.
 
+    Raises:
+      ValueError: a size is no integer of at least 1.
+
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512))}
@@ -115,6 +122,8 @@ def grow(
       >>> adapprox_jax.rank_report(state, params)["['kernel']"].capacity
       8
     """
+    for size in sizes:
+        require_integer("sizes", size, 1)
     report = rank_report(opt_state, params)
     full = [name for name, info in report.items() if info.is_full(error_threshold)]
     largest = max((info.capacity for info in report.values()), default=0)

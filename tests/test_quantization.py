@@ -136,6 +136,12 @@ def test_population():
 def test_bad_types_and_shapes_are_named():
     with pytest.raises(ValueError, match="mu_dtype is int16; allowed: None, floating-point types"):
         adapprox_jax.guided_ema(mu_dtype=jnp.int16)
+    with pytest.raises(ValueError, match="mu_dtype is 'int3'; allowed"):
+        adapprox_jax.guided_ema(mu_dtype="int3")
+    with pytest.raises(ValueError, match="bits is 5; allowed: 8, 4"):
+        quantize(jnp.ones(3), bits=5)
+    with pytest.raises(ValueError, match=r"array\.ndim is 0; allowed: at least 1"):
+        quantize(jnp.ones(()))
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)
     state = tx.init(PARAMS)
     wrong = {**PARAMS, "kernel": jnp.ones((64, 90))}

@@ -130,15 +130,24 @@ def test_single_leaves_by_their_paths():
 @pytest.mark.parametrize(
     ("width", "message"),
     [
-        (0, "max_rank has 0; allowed: an integer of at least 1, or a fraction in (0, 1]."),
-        (1.5, "max_rank has 1.5; allowed"),
-        ({"['bias']": 4}, "max_rank has [\"['bias']\"]; allowed: ['kernel'], ['stack']."),
+        (0, "max_rank is 0; allowed: an integer of at least 1."),
+        ("8", "max_rank is '8'; allowed: an integer of at least 1."),
+        (True, "max_rank is True; allowed"),
+        (1.5, "max_rank is 1.5; allowed: as a float, a fraction in (0, 1]."),
+        ({"['kernel']": 0}, "max_rank[\"['kernel']\"] is 0; allowed"),
+        ({"kernel": 4}, "max_rank has ['kernel']; allowed: \"['kernel']\", \"['stack']\"."),
+        ({"['bias']": 4}, "max_rank has [\"['bias']\"]; allowed"),
     ],
 )
 def test_bad_widths_are_named(width, message):
     _, state = trained(steps=1, **ADAPTIVE)
     with pytest.raises(ValueError, match=re.escape(message)):
         resize(state, width)
+
+
+def test_a_state_without_factors_is_an_error():
+    with pytest.raises(ValueError, match="opt_state holds no factored leaf of Adapprox"):
+        resize(optax.adamw(1e-3).init(PARAMS), 4)
 
 
 @pytest.mark.parametrize("wrap", [optax.apply_if_finite, optax.MultiSteps])
