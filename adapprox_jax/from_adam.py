@@ -128,16 +128,12 @@ def _factored_leaf(
     view = matrix_view(nu.shape, numbers)
     batch, _, _ = view_shape(nu.shape, view)
     target = jnp.sqrt(nu) if approximate == "root" else nu
-    capacity = state.q.shape[-1]
-
-    def factors(matrix: jax.Array) -> tuple[jax.Array, ...]:
-        matrix = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-        q, u = (x.astype(state.q.dtype) for x in srsi(matrix, capacity, key))
-        unit, scale = normalize(matrix)
-        error = relative_error(unit, q.astype(unit.dtype), u.astype(unit.dtype) / scale)
-        return q, u, error, error * scale * frobenius_norm(unit)
-
-    q, u, error, drift = map_matrices(factors, to_matrices(target, view), batch)
+    *_, capacity = state.q.shape
+    q, u, error, drift = map_matrices(
+        lambda matrix: _factors(matrix, key, capacity, state.q.dtype),
+        to_matrices(target, view),
+        batch,
+    )
     return LeafState(
         q=rebox(boxed.q, q),
         u=rebox(boxed.u, u),
@@ -146,3 +142,15 @@ def _factored_leaf(
         drift=rebox(boxed.drift, drift.astype(state.drift.dtype)),
         nu=boxed.nu,
     )
+
+
+@partial(jax.jit, static_argnames=("capacity", "dtype"))
+def _factors(
+    matrix: jax.Array, key: jax.Array, capacity: int, dtype: jax.typing.DTypeLike
+) -> tuple[jax.Array, ...]:
+    """q and u of one matrix, q on the shorter side, with the error and its norm."""
+    matrix = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    q, u = (x.astype(dtype) for x in srsi(matrix, capacity, key))
+    unit, scale = normalize(matrix)
+    error = relative_error(unit, q.astype(unit.dtype), u.astype(unit.dtype) / scale)
+    return q, u, error, error * scale * frobenius_norm(unit)

@@ -54,8 +54,7 @@ def with_adam():
     return *train(adamw, loss, params, adamw.init(params), range(150)), loss
 
 
-@pytest.mark.parametrize("approximate", ["root", "moment"])
-@pytest.mark.parametrize("mu_dtype", [None, jnp.int8])
+@pytest.mark.parametrize(("approximate", "mu_dtype"), [("root", None), ("moment", jnp.int8)])
 def test_a_run_goes_on_without_a_bump(with_adam, approximate, mu_dtype):
     """As low as Adam's own next steps, and the first one nearly along Adam's.
 
