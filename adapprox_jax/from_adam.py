@@ -148,7 +148,7 @@ def _factored_leaf(
 def _factors(
     matrix: jax.Array, key: jax.Array, capacity: int, dtype: jax.typing.DTypeLike
 ) -> tuple[jax.Array, ...]:
-    """q and u of one matrix, q on the shorter side, with the error and its norm."""
+    """Factors of one matrix, q on the shorter side, with the error and its norm."""
     matrix = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     q, u = (x.astype(dtype) for x in srsi(matrix, capacity, key))
     unit, scale = normalize(matrix)
