@@ -20,8 +20,16 @@ from adapprox_jax.matrix_view import (
     view_shape,
 )
 from adapprox_jax.momentum import GuidedEmaState, stored_average
-from adapprox_jax.second_moment import Approximate, ScaleByAdapproxState, as_trees
+from adapprox_jax.second_moment import (
+    APPROXIMATIONS,
+    Approximate,
+    ScaleByAdapproxState,
+    as_trees,
+    check_key,
+)
+from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.tree_checks import check_trees, leaf_name
+from adapprox_jax.validation import require, require_choice
 
 
 def from_adam(
@@ -42,7 +50,9 @@ def from_adam(
 
     The second moment is factored by S-RSI at the full width of the buffers. The first moment is an
     average of gradients in Adam and of clipped updates here: it becomes Adam's last update,
-    clipped. Step counts, those of schedules too, go on from Adam's.
+    clipped. Step counts, those of schedules too, go on from Adam's; what wrappers keep beside them,
+    such as the gradients that `optax.MultiSteps` gathers, begins anew. What `tx` was made with
+    cannot be read from it: give `approximate` and the rest again where they are not the defaults.
 
     Args:
       tx: The transformation to go on with, such as `adapprox(...)`.
@@ -61,7 +71,8 @@ def from_adam(
       A state for `tx.update`.
 
     Raises:
-      ValueError: there is not one Adam state, or it belongs to other parameters.
+      ValueError: an argument is out of range, there is not one Adam state, it belongs to other
+        parameters, or `tx` is no Adapprox.
 
     Example:
       >>> import jax.numpy as jnp, optax, adapprox_jax
@@ -70,11 +81,16 @@ def from_adam(
       >>> tx = adapprox_jax.adapprox(1e-3)
       >>> state = adapprox_jax.from_adam(tx, adam_state, params)
     """
+    for name, decay in (("b1", b1), ("b2", b2)):
+        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    require_choice("approximate", approximate, APPROXIMATIONS)
+    seed_or_key, _ = check_key(key)
+    random_key = jax.random.key(seed_or_key) if isinstance(seed_or_key, int) else seed_or_key
     adam = _only_adam_state(adam_state)
     state = tx.init(params)
     t = int(adam.count)
-    numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-    random_key = jax.random.key(key) if isinstance(key, int) else key
+    numbers = resolve_dimension_numbers(weight_dimension_numbers, adam.nu)
 
     def corrected(moment: Any, decay: float) -> Any:
         return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
@@ -103,9 +119,18 @@ def from_adam(
             return second_moment(of)
         return first_moment(of) if isinstance(of, GuidedEmaState) else of
 
-    kinds = (ScaleByAdapproxState, GuidedEmaState)
-    state = jax.tree.map(convert, state, is_leaf=lambda x: isinstance(x, kinds))
-    return optax.tree.set(state, count=jnp.asarray(adam.count, jnp.int32))
+    def is_converted(node: Any) -> bool:
+        return isinstance(node, ScaleByAdapproxState | GuidedEmaState)
+
+    nodes = jax.tree.leaves(state, is_leaf=is_converted)
+    if not any(isinstance(node, ScaleByAdapproxState) for node in nodes):
+        raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
+    state = jax.tree.map(convert, state, is_leaf=is_converted)
+    # A parameter, too, may be called "count".
+    state = optax.tree.set(
+        state, lambda path, _: not isinstance(path[-1], jax.tree_util.DictKey), count=adam.count
+    )
+    return jax.tree.map(jnp.array, state)  # arrays of its own: states are donated
 
 
 def _only_adam_state(state: Any) -> optax.ScaleByAdamState:
@@ -129,11 +154,13 @@ def _factored_leaf(
     batch, _, _ = view_shape(nu.shape, view)
     target = jnp.sqrt(nu) if approximate == "root" else nu
     *_, capacity = state.q.shape
-    q, u, error, drift = map_matrices(
-        lambda matrix: _factors(matrix, key, capacity, state.q.dtype),
-        to_matrices(target, view),
-        batch,
-    )
+
+    def factors(target: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
+        one = partial(_factors, key=key, capacity=capacity, dtype=state.q.dtype)
+        return map_matrices(one, to_matrices(target, view), batch)
+
+    results_like = (state.q, state.u, state.error, state.drift)
+    q, u, error, drift = with_automatic_axes(factors, results_like)(target, key)
     return LeafState(
         q=rebox(boxed.q, q),
         u=rebox(boxed.u, u),

@@ -93,6 +93,13 @@ def guided_ema(
         del params
         check_state(state, GuidedEmaState, "guided_ema")
         check_trees(updates, state.mu)
+        has_scales = not (isinstance(state.scale, tuple) and not state.scale)
+        if has_scales != (bits is not None) and jax.tree.leaves(updates):
+            kept = "codes and scales" if has_scales else "no codes"
+            raise ValueError(
+                f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made"
+                " with another mu_dtype?"
+            )
         no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
         results = jax.tree_util.tree_map_with_path(
             partial(_average_leaf, b1=b1, bits=bits),
@@ -158,8 +165,12 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
         return jax.tree.map(jnp.zeros_like, param), jnp.zeros(())
     axes = range(leaf.ndim)
     like = quantized_like(leaf.shape, bits)
-    codes, scales = (full_along(leaf, axes, x.shape, 0, x.dtype) for x in like)
-    return rebox_axes(param, codes, axes), rebox_axes(param, scales, axes)
+    # The number of blocks need not be divisible by what the last axis is sharded over.
+    codes, scales = (
+        rebox_axes(param, full_along(leaf, of, x.shape, 0, x.dtype), of)
+        for x, of in zip(like, (axes, (*axes[:-1], None)), strict=True)
+    )
+    return codes, scales
 
 
 def _average_leaf(

@@ -8,6 +8,7 @@ from adapprox_jax.validation import require, require_choice
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
+_LARGEST_SCALE = 3.3895313892515355e38  # float32 goes a little further
 _CODE_DTYPES = {8: jnp.int8, 4: jnp.uint8}  # two numbers of 4 bits lie in one byte
 
 
@@ -41,7 +42,11 @@ def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
     n = array.shape[-1]
     blocks = _in_blocks(array.astype(jnp.float32))
-    scales = jnp.max(jnp.abs(blocks), axis=-1).astype(_SCALE_DTYPE)
+    largest_in_block = jnp.max(jnp.abs(blocks), axis=-1)
+    scales = jnp.where(
+        jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, _LARGEST_SCALE)
+    )
+    scales = scales.astype(_SCALE_DTYPE)
     # An eighth of both: the reciprocal of the largest numbers would count as zero.
     wide = scales.astype(jnp.float32)[..., None] / 8
     unit = blocks / 8 / jnp.where(wide == 0, 1, wide)
@@ -63,13 +68,22 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     Returns:
       float32 (..., n).
 
+    Raises:
+      ValueError: codes, scales and n do not belong together.
+
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.array([3.0, -3.0, 0.0]), bits=4)
       >>> print(adapprox_jax.dequantize(codes, scales, 3))
       [ 3. -3.  0.]
     """
-    bits = 4 if codes.dtype == _CODE_DTYPES[4] else 8
+    by_dtype = {jnp.dtype(dtype): bits for bits, dtype in _CODE_DTYPES.items()}
+    require_choice("codes.dtype", codes.dtype, tuple(by_dtype))
+    bits = by_dtype[codes.dtype]
+    like = quantized_like((*codes.shape[:-1], n), bits)
+    given, expected = (codes.shape, scales.shape), tuple(x.shape for x in like)
+    if given != expected:
+        raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {expected}.")
     signed = _unpacked(codes) if bits == 4 else codes
     unit = _in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
     numbers = jnp.sign(unit) * jnp.square(unit) * scales.astype(jnp.float32)[..., None]

@@ -101,7 +101,9 @@ def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.
     require("at_least", at_least, lambda x: x >= 0, "a number of at least 0")
 
     def threshold(step: jax.Array) -> jax.Array:
-        gradients = (1 - jnp.power(b2, jnp.asarray(step, jnp.float32))) / (1 - b2)
+        # From 1: `optax.inject_hyperparams` counts from 0.
+        t = jnp.maximum(jnp.asarray(step, jnp.float32), 1)
+        gradients = (1 - jnp.power(b2, t)) / (1 - b2)
         return jnp.maximum(at_least, gradients**-0.5)
 
     return threshold

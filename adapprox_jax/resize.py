@@ -17,22 +17,24 @@ from adapprox_jax.validation import require, require_integer
 
 def resize(
     opt_state: Any,
-    max_rank: int | float | Mapping[str, int],
+    max_rank: int | float | Mapping[str, int | float],
     *,
     truncate: bool = False,
 ) -> Any:
     """Grows or shrinks the factor buffers of an optimizer state; the optimizer stays as it is.
 
     A wider buffer changes nothing in the next update; a narrower one drops empty columns. Where the
-    rank is fixed it is the width of the buffers, and so what is given here from the next factors
-    on. The next call of a jitted step compiles it anew.
+    rank is fixed, or `initial_rank` no smaller than the width, it is the width of the buffers, and
+    so what is given here from the next factors on. The next call of a jitted step compiles it anew.
 
     Args:
       opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays, or
         of `jax.ShapeDtypeStruct`s, which have no ranks in use to be looked at.
       max_rank: New width: an int, or a float as a fraction of min(m, n), for every factored leaf;
-        or a dict from paths, as in `rank_report`, to ints, for some. Cut to min(m, n).
-      truncate: Whether columns in use may be dropped, the smallest ones. The error and the bound
+        or a dict from paths, as in `rank_report`, to these, for some. Cut to what is smaller than a
+        dense second moment.
+      truncate: Whether columns in use may be dropped, the last ones, which are the smallest unless
+        `rotate` is False. The error and the bound
         of the distance from the exact second moment then grow by what is lost.
 
     Returns:
@@ -66,7 +68,9 @@ def resize(
         width = max_rank.get(name) if isinstance(max_rank, Mapping) else max_rank
         if width is None:
             return LeafState(*fields)
-        capacity = resolve_capacity(width, leaf.q.shape[-2], leaf.u.shape[-2])
+        rows, columns = leaf.q.shape[-2], leaf.u.shape[-2]
+        widest = (rows * columns - 1) // (rows + columns)  # that is smaller than a dense one
+        capacity = min(resolve_capacity(width, rows, columns), widest)
         return LeafState(*map(rebox, fields, _resize_leaf(name, leaf, capacity, truncate)))
 
     def resize_state(state: Any) -> Any:
@@ -79,7 +83,7 @@ def resize(
     resized = jax.tree.map(
         resize_state, opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState)
     )
-    if not known:
+    if not known and max_rank != {}:
         raise ValueError(
             "opt_state holds no factored leaf of Adapprox; there is nothing to resize."
         )
@@ -99,20 +103,22 @@ def grow(
     """Gives the leaves whose rank has reached their buffers' width the next size.
 
     With each growth the largest buffers go from one of `sizes` to the next, and all leaves that are
-    full go there with them: a run compiles its step at most once for each size.
+    full go there with them: a run compiles its step at most once for each size. A leaf that fills
+    its buffers only when the last size is in use keeps them; `resize` widens it at the cost of one
+    more compilation.
 
     Args:
       opt_state: As in `resize`.
       params: The parameters that it was made for.
       sizes: Widths, rising. The state begins with buffers of the first.
-      error_threshold: A leaf is full if its rank is its buffers' width and its error above this;
-        None: if its rank is the width.
+      error_threshold: A leaf is full if its rank is its buffers' width and its error above this
+        number; None: if its rank is the width.
 
     Returns:
       The state: as it was if no leaf is full, or if the largest size is in use.
 
     Raises:
-      ValueError: a size is no integer of at least 1.
+      ValueError: a size is no integer above the one before.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -122,8 +128,9 @@ def grow(
       >>> adapprox_jax.rank_report(state, params)["['kernel']"].capacity
       8
     """
-    for size in sizes:
-        require_integer("sizes", size, 1)
+    sizes = tuple(sizes)
+    for i, size in enumerate(sizes):
+        require_integer(f"sizes[{i}]", size, sizes[i - 1] + 1 if i else 1)
     report = rank_report(opt_state, params)
     full = [name for name, info in report.items() if info.is_full(error_threshold)]
     largest = max((info.capacity for info in report.values()), default=0)
@@ -147,12 +154,18 @@ def _resize_leaf(name: str, leaf: LeafState, capacity: int, truncate: bool) -> L
             )
         # ||A||^2 = ||q u^T||^2 / (1 - xi^2), since the two are orthogonal.
         old = np.square(np.asarray(leaf.error, np.float64))
+        error = np.sqrt(old + np.square(share) * (1 - old))
         leaf = leaf._replace(
             rank=jnp.minimum(leaf.rank, capacity),
-            error=jnp.asarray(np.sqrt(old + np.square(share) * (1 - old)), leaf.error.dtype),
-            drift=jnp.asarray(np.asarray(leaf.drift, np.float64) + left_out, leaf.drift.dtype),
+            error=_like(leaf.error, error),
+            drift=_like(leaf.drift, np.asarray(leaf.drift, np.float64) + left_out),
         )
     return leaf._replace(q=_fit(leaf.q, capacity), u=_fit(leaf.u, capacity))
+
+
+def _like(old: jax.Array, value: np.ndarray) -> jax.Array:
+    """A value with the type and sharding of an old one."""
+    return jax.device_put(value.astype(old.dtype), old.sharding)
 
 
 def _fit(x: Any, width: int) -> Any:

@@ -170,7 +170,7 @@ def scale_by_adapprox(
         rank_margin=rank_margin,
         factor_dtype=factor_dtype,
     )
-    seed_or_key, key_impl = _check_key(key)
+    seed_or_key, key_impl = check_key(key)
     width_of = partial(work_width, oversampling=oversampling, rotate=rotate)
     step_matrix = partial(
         update_matrix,
@@ -606,7 +606,7 @@ def _check(
         require_choice("factor_dtype", jnp.dtype(factor_dtype).name, FACTOR_DTYPES)
 
 
-def _check_key(key: Any) -> tuple[int | jax.Array, Any]:
+def check_key(key: Any) -> tuple[int | jax.Array, Any]:
     """The seed or key, and the implementation of a typed key. Makes no array: no device yet."""
     if isinstance(key, numbers.Integral) and not isinstance(key, bool):
         return int(key), None

@@ -81,13 +81,12 @@ def scale_by_came(
 
     def start(param: jax.Array) -> _LeafState:
         dtype = jnp.promote_types(param.dtype, jnp.float32)
-        none = jnp.zeros(1, dtype)
-        whole = jnp.zeros(param.shape, dtype)
-        if param.ndim < 2:
-            return _LeafState(whole, none, none, none, none, nu=whole)
-        row = jnp.zeros(param.shape[:-1], dtype)
-        column = jnp.zeros((*param.shape[:-2], param.shape[-1]), dtype)
-        return _LeafState(whole, row, column, row, column, nu=none)
+        whole, none = param.shape, (1,)
+        row, column = param.shape[:-1], (*param.shape[:-2], *param.shape[-1:])
+        dense = (whole, none, none, none, none, whole)
+        factored = (whole, row, column, row, column, none)
+        shapes = factored if param.ndim >= 2 else dense
+        return _LeafState(*(jnp.zeros(shape, dtype) for shape in shapes))
 
     def step(grad: jax.Array, state: _LeafState) -> tuple[jax.Array, _LeafState]:
         dtype = grad.dtype

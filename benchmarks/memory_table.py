@@ -104,12 +104,12 @@ OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
     for words, dtype in {
         "": None,
         ", average in bfloat16": jnp.bfloat16,
-        ", in 8 bits": jnp.int8,
-        ", in 4 bits": jnp.int4,
+        ", average in 8 bits": jnp.int8,
+        ", average in 4 bits": jnp.int4,
     }.items()
 }
 
-# Rows of the peaks. "At the widest" is a fixed rank: all columns of the widest buffers in use.
+# Rows of the peaks. "A quarter" of the smaller side is a fixed rank: all columns in use.
 PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "AdamW": lambda: ROWS["AdamW"](0.9),
     "Adafactor": lambda: ROWS["Adafactor"](0.9),

@@ -69,9 +69,11 @@ def test_wider_buffers_change_nothing_in_the_next_updates():
 
 def test_a_fraction_is_of_the_shorter_side_also_of_abstract_states():
     state = jax.eval_shape(adapprox_jax.scale_by_adapprox().init, PARAMS)
-    wide = resize(state, 0.75)
-    assert (wide.q["kernel"].shape, wide.u["kernel"].shape) == ((96, 72), (128, 72))
-    assert wide.u["stack"].shape == (2, 80, 48)
+    wide = resize(state, 0.5)
+    assert (wide.q["kernel"].shape, wide.u["kernel"].shape) == ((96, 48), (128, 48))
+    assert wide.u["stack"].shape == (2, 80, 32)
+    # The factors stay smaller than the 96 x 128 numbers that they stand for.
+    assert resize(state, 96).q["kernel"].shape == (96, 54)
 
 
 def test_a_fixed_rank_follows_its_buffers():

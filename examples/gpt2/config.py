@@ -197,12 +197,12 @@ def _check(config: Config) -> None:
             f"--accumulate {config.accumulate} does not divide --batch-size "
             f"{config.batch_size}, and must"
         )
-    used = optimizers.settings(config.optimizer, config.adapprox)
-    if config.elastic and "initial_rank" not in used:
-        raise UsageError(
-            "--elastic needs ranks that adapt: --optimizer adapprox with --adapprox.initial-rank,"
-            " or adapprox-paper"
-        )
+    for name in config.compare or (config.optimizer,):
+        if config.elastic and "initial_rank" not in optimizers.settings(name, config.adapprox):
+            raise UsageError(
+                "--elastic needs ranks that adapt: adapprox with --adapprox.initial-rank, or"
+                f" adapprox-paper, and not {name}"
+            )
     if config.warmup >= config.steps:
         raise UsageError(f"--warmup {config.warmup} must be below --steps {config.steps}")
     if config.tokenizer == "bytes" and config.vocabulary < 256:

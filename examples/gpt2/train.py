@@ -32,6 +32,7 @@ from flax import nnx
 from tqdm import tqdm
 
 import adapprox_jax
+from adapprox_jax.rank import resolve_capacity
 from examples.gpt2 import data as text
 from examples.gpt2 import model as gpt
 from examples.gpt2 import optimizers, plots, records
@@ -220,7 +221,12 @@ class Metrics:
         self._board.close()
 
 
-def memory(tx: optax.GradientTransformation, state: TrainState) -> dict[str, float]:
+def nbytes(tree: Any) -> int:
+    """Bytes of the arrays of a tree."""
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+def memory(state: TrainState) -> dict[str, float]:
     """Sizes of the optimizer's state, and how much of the model is in factored leaves."""
     leaves = jax.tree.leaves(state.params)
     report = adapprox_jax.rank_report(state.opt_state, state.params).values()
@@ -228,7 +234,7 @@ def memory(tx: optax.GradientTransformation, state: TrainState) -> dict[str, flo
     dense = sum(leaf.nbytes for leaf in leaves)
     sizes = {
         "parameters": parameters,
-        "state_mib": adapprox_jax.state_nbytes(tx, state.params) / MIB,
+        "state_mib": nbytes(state.opt_state) / MIB,
         "adamw_state_mib": adapprox_jax.state_nbytes(optax.adamw(1.0), state.params) / MIB,
     }
     if report:
@@ -253,13 +259,32 @@ def describe(sizes: dict[str, float]) -> str:
     return words
 
 
-def buffer_sizes(config: Config, params: Any) -> tuple[int, ...]:
-    """Widths that the factor buffers of an elastic run may have: 8, 16, 32, ... max_rank."""
-    tx = optimizers.build(config.optimizer, 0.0, config.hyper, config.adapprox)
-    factors = optax.tree.get(jax.eval_shape(tx.init, params), "q")
-    largest = max((q.shape[-1] for q in jax.tree.leaves(factors) if q.ndim), default=1)
-    narrow = itertools.takewhile(lambda size: size < largest, (8 * 2**i for i in itertools.count()))
-    return (*narrow, largest)
+def buffer_sizes(config: Config, used: dict[str, Any], params: Any) -> tuple[int, ...]:
+    """Widths that the factor buffers of an elastic run may have: 8, 16, 32, ... max_rank.
+
+    Raises:
+      UsageError: If no matrix is factored.
+    """
+    max_rank, initial_rank = (used["adapprox"][name] for name in ("max_rank", "initial_rank"))
+    first = (
+        max(8, initial_rank) if isinstance(max_rank, float) else max(min(8, max_rank), initial_rank)
+    )
+    narrow = dataclasses.replace(config.adapprox, max_rank=first)
+    tx = optimizers.build(config.optimizer, 0.0, config.hyper, narrow)
+    state = jax.eval_shape(tx.init, params)
+    factors = [jax.tree.leaves(optax.tree.get(state, name)) for name in ("q", "u")]
+    largest = max(
+        (
+            resolve_capacity(max_rank, q.shape[-2], u.shape[-2])
+            for q, u in zip(*factors, strict=True)
+            if q.ndim
+        ),
+        default=None,
+    )
+    if largest is None:
+        raise UsageError(f"--elastic: no matrix is large enough for factors of {first} columns")
+    between = itertools.takewhile(lambda size: size < largest, (first * 2**i for i in range(64)))
+    return (*between, max(first, largest))
 
 
 def full_above(used: dict[str, Any]) -> float | None:
@@ -347,7 +372,7 @@ def run(
     options, widen = config.adapprox, None
     try:
         if config.elastic:
-            sizes = buffer_sizes(config, params)
+            sizes = buffer_sizes(config, used, params)
             options = dataclasses.replace(options, max_rank=sizes[0])
             widen = functools.partial(
                 adapprox_jax.grow, sizes=sizes, error_threshold=full_above(used)
@@ -357,8 +382,7 @@ def run(
         raise UsageError(f"{config.optimizer}: {error}") from None
     prepare_folder(config, used)
     state = TrainState(params, jax.jit(tx.init)(params))
-    sizes = memory(tx, state)
-    print(f"{config.model}, {config.optimizer}: {describe(sizes)}")
+    print(f"{config.model}, {config.optimizer}: {describe(memory(state))}")
     validation = text.validation_batches(
         data.validation,
         config.context,
@@ -403,7 +427,7 @@ def run(
     if keep:
         finish(config, data, nnx.merge(graphdef, state.params), metrics.rows)
     print(f"final validation loss {curve[-1][1]:.4f} in {seconds:.0f} s; all in {config.out}")
-    return Result(used, curve[-1][1], curve, sizes, seconds)
+    return Result(used, curve[-1][1], curve, memory(state), seconds)
 
 
 def loop(
@@ -446,10 +470,10 @@ def loop(
                 record(metrics, step, losses, rate, speed)
                 bar.update(len(losses))
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
-                if widen is not None and step % LOG_EVERY == 0:  # also where it is resumed
-                    state = state._replace(opt_state=widen(state.opt_state, state.params))
                 if to_check:
                     validate(metrics, step, float(eval_fn(state.params)), state, full_above)
+                if widen is not None and step % LOG_EVERY == 0 and not last:
+                    state = state._replace(opt_state=widen(state.opt_state, state.params))
                 if to_save:
                     save_at(step, state)
                 waiting, clock = [], time.perf_counter()
@@ -488,7 +512,7 @@ def validate(
         row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
         row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
         row["full"] = [leaf for leaf, info in report.items() if info.is_full(full_above)]
-        row["state_mib"] = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state)) / MIB
+        row["state_mib"] = nbytes(state.opt_state) / MIB
         earlier = (old.get("peak_state_mib", 0) for old in metrics.rows)
         row["peak_state_mib"] = max([row["state_mib"], *earlier])
         words += (
