@@ -107,7 +107,8 @@ CONTENDERS: dict[str, Contender] = {
     "AdamW, 8-bit first moment": Contender(_quantized_adamw, (1.2e-3,)),
     "Adafactor": Contender(_adafactor, (2.4e-3,), "adafactor"),
     "CAME": Contender(
-        lambda rate: came(rate, weight_decay=DECAY, mask=is_matrix), (6e-4, 1.2e-3, 2.4e-3)
+        lambda rate: came(rate, weight_decay=DECAY, mask=is_matrix),
+        (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3),
     ),
     "Adapprox, rank 8": _with_rank(8)._replace(recorded_as="adapprox"),
     "Adapprox, rank 16": _with_rank(16),
