@@ -131,3 +131,43 @@ def test_states_that_do_not_fit_are_named(with_adam):
     wrong = {**params, "hidden": jnp.ones((128, 200))}
     with pytest.raises(ValueError, match=r"\['hidden'\]"):
         from_adam(tx, state, wrong)
+    with pytest.raises(ValueError, match="tx keeps no state of Adapprox"):
+        from_adam(optax.adamw(RATE), state, params)
+    with pytest.raises(ValueError, match="approximate is 'r'; allowed: 'moment', 'root'"):
+        from_adam(tx, state, params, approximate="r")
+    with pytest.raises(ValueError, match=r"b1 is 1\.0; allowed"):
+        from_adam(tx, state, params, b1=1.0)
+
+
+def test_states_can_be_donated_and_parameters_may_be_called_count():
+    params = {"count": jnp.ones((64, 96)), "b": jnp.ones(96)}
+    adam = optax.adam(RATE)
+    grads = jax.tree.map(jnp.ones_like, params)
+    _, adam_state = adam.update(grads, adam.init(params))
+    tx = adapprox_jax.adapprox(optax.constant_schedule(RATE), bias_correction=True)
+    state = from_adam(tx, adam_state, params, bias_correction=True)
+    assert optax.tree.get(state, "mu")["count"].shape == (64, 96)
+    jax.jit(tx.update, donate_argnums=1)(grads, state, params)
+    assert int(adam_state[0].count) == 1
+    assert adam_state[0].nu["b"].shape == (96,)  # neither was given away
+
+
+def test_masked_states_and_explicit_meshes():
+    params = {"kernel": jnp.ones((64, 96)), "other": jnp.ones((64, 96))}
+    mask = {"kernel": True, "other": False}
+    grads = jax.tree.map(jnp.ones_like, params)
+    adam, tx = optax.masked(optax.adam(RATE), mask), optax.masked(adapprox_jax.adapprox(RATE), mask)
+    _, adam_state = adam.update(grads, adam.init(params))
+    state = from_adam(tx, adam_state, params)
+    assert adapprox_jax.rank_report(state, params)["['kernel']"].rank == 8
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(lambda x: jax.device_put(x, sharding), params)
+        adam, tx = optax.adam(RATE), adapprox_jax.adapprox(RATE)
+        _, adam_state = adam.update(params, adam.init(params))
+        state = from_adam(tx, adam_state, params)
+        types = [jax.typeof(x) for x in jax.tree.leaves(tx.init(params))]
+        assert [jax.typeof(x) for x in jax.tree.leaves(state)] == types
+        resized = adapprox_jax.resize(state, 4, truncate=True)
+        assert jax.typeof(resized[0].error["kernel"]) == jax.typeof(state[0].error["kernel"])

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -86,6 +85,7 @@ def test_the_whole_chain_learns_and_survives_a_checkpoint(dtype, guided, tmp_pat
     for _ in range(150):
         params, state, loss = step(params, state)
     assert loss < 0.05
+    ocp = pytest.importorskip("orbax.checkpoint")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
@@ -147,3 +147,25 @@ def test_bad_types_and_shapes_are_named():
     wrong = {**PARAMS, "kernel": jnp.ones((64, 90))}
     with pytest.raises(ValueError, match=r"\['kernel'\]: got shape \(64, 90\); expected 4-bit"):
         tx.update(wrong, state)
+    plain = adapprox_jax.guided_ema()
+    with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is None"):
+        plain.update(PARAMS, state)
+    with pytest.raises(ValueError, match="state with no codes; mu_dtype is"):
+        tx.update(PARAMS, plain.init(PARAMS))
+    codes, scales = quantize(jnp.ones(40))
+    with pytest.raises(ValueError, match=r"shapes \(\(40,\), \(2,\)\); allowed for n=100: "):
+        adapprox_jax.dequantize(codes, scales, 100)
+    with pytest.raises(ValueError, match=r"codes\.dtype is dtype\(bfloat16\); allowed"):
+        adapprox_jax.dequantize(scales, codes, 40)
+
+
+def test_blocks_that_a_mesh_does_not_divide():
+    """Three scales along an axis over two devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    tx = adapprox_jax.guided_ema(mu_dtype=jnp.int8)
+    with jax.set_mesh(mesh):
+        params = jax.device_put(PARAMS["kernel"], NamedSharding(mesh, PartitionSpec(None, "data")))
+        state = tx.init(params)
+        _, new = jax.jit(tx.update)(params, state)
+        assert jax.typeof(new.mu) == jax.typeof(state.mu)
+        assert jax.typeof(new.scale) == jax.typeof(state.scale)

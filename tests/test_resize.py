@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 
 import adapprox_jax
@@ -202,6 +201,7 @@ def test_a_checkpoint_of_other_capacities(tmp_path):
     """What was saved tells its widths; the state goes on in buffers of any."""
     update, state = trained("adaptive")
     saved = capacities(state)
+    ocp = pytest.importorskip("orbax.checkpoint")
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
