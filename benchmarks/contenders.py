@@ -1,22 +1,26 @@
 """The optimizers that are compared, each with momentum, clip and decay where it has them."""
 
 from collections.abc import Callable
+from typing import Any
 
 import optax
 
 import adapprox_jax
+from benchmarks.came import came
 
 RATE, DECAY = 1e-4, 0.1
 
 
-def _adafactor() -> optax.GradientTransformation:
-    """Adafactor's rank-1 second moment with the rest of Adapprox's chain, from Optax's parts."""
+def adafactor(
+    rate: optax.ScalarOrSchedule = RATE, b1: float = 0.9, mask: Any = None
+) -> optax.GradientTransformation:
+    """Adafactor's rank-1 second moment with the rest of Adapprox's chain; no average for b1 = 0."""
     return optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
-        optax.ema(0.9, debias=False),
-        optax.add_decayed_weights(DECAY),
-        optax.scale_by_learning_rate(RATE),
+        optax.ema(b1, debias=False) if b1 else optax.identity(),
+        optax.add_decayed_weights(DECAY, mask),
+        optax.scale_by_learning_rate(rate),
     )
 
 
@@ -26,7 +30,7 @@ def _adapprox(**settings: object) -> optax.GradientTransformation:
 
 CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
-    "adafactor": _adafactor,
+    "adafactor": adafactor,
     "adapprox": _adapprox,
     "adapprox rank 16": lambda: _adapprox(max_rank=16),
     # Ranks of 1 to 16 in use in wide buffers: the gradients of `inputs.py` have such ranks.
@@ -34,6 +38,7 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
         initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5
     ),
     "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
+    "came": lambda: came(RATE, weight_decay=DECAY),
     "sm3": lambda: optax.chain(optax.sm3(RATE), optax.add_decayed_weights(-RATE * DECAY)),
     "galore": lambda: optax.contrib.galore(RATE, rank=16, weight_decay=DECAY),
     "muon": lambda: optax.contrib.muon(RATE, weight_decay=DECAY),

@@ -20,13 +20,14 @@ from matplotlib.figure import Figure
 
 import adapprox_jax
 from benchmarks.came import came
+from benchmarks.contenders import DECAY, adafactor
 from examples.gpt2 import records
 from examples.gpt2.config import Config
 from examples.gpt2.optimizers import is_matrix
 from examples.gpt2.train import run
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
-DECAY, SEEDS = 0.1, (0, 1, 2)
+SEEDS = (0, 1, 2)
 _OTHERS_SETTINGS = ("optimizer", "adapprox", "hyper", "elastic")  # not what is trained with here
 
 
@@ -81,16 +82,6 @@ def _with_rank(max_rank: int, mu_dtype: Any = None, **settings: Any) -> Contende
     )
 
 
-def _adafactor(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.scale_by_factored_rms(),
-        optax.clip_by_block_rms(1.0),
-        optax.ema(0.9, debias=False),
-        optax.add_decayed_weights(DECAY, mask=is_matrix),
-        optax.scale_by_learning_rate(rate),
-    )
-
-
 def _quantized_adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     return optax.chain(
         scale_by_quantized_adam(),
@@ -105,7 +96,7 @@ CONTENDERS: dict[str, Contender] = {
         lambda rate: optax.adamw(rate, weight_decay=DECAY, mask=is_matrix), (1.2e-3,), "adamw"
     ),
     "AdamW, 8-bit first moment": Contender(_quantized_adamw, (1.2e-3,)),
-    "Adafactor": Contender(_adafactor, (2.4e-3,), "adafactor"),
+    "Adafactor": Contender(lambda rate: adafactor(rate, mask=is_matrix), (2.4e-3,), "adafactor"),
     "CAME": Contender(
         lambda rate: came(rate, weight_decay=DECAY, mask=is_matrix),
         (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3),

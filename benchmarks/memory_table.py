@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import adapprox_jax
 from benchmarks.came import came
-from benchmarks.contenders import DECAY, RATE
+from benchmarks.contenders import DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from examples.gpt2.model import CONFIGS, GPT, loss
 
@@ -68,17 +68,6 @@ PAPER_MIB: dict[tuple[str, float], dict[str, float | None]] = {
 }
 
 
-def adafactor(b1: float) -> optax.GradientTransformation:
-    """Adafactor's rank-1 second moment with the rest of Adapprox's chain; no average for b1 = 0."""
-    return optax.chain(
-        optax.scale_by_factored_rms(),
-        optax.clip_by_block_rms(1.0),
-        optax.ema(b1, debias=False) if b1 else optax.identity(),
-        optax.add_decayed_weights(DECAY),
-        optax.scale_by_learning_rate(RATE),
-    )
-
-
 def paper_adapprox(b1: float, max_rank: int | float) -> optax.GradientTransformation:
     """Adapprox with the paper's settings and another width of the buffers."""
     return adapprox_jax.adapprox(
@@ -89,7 +78,7 @@ def paper_adapprox(b1: float, max_rank: int | float) -> optax.GradientTransforma
 # Rows of the table: from b1 to the optimizer. AdamW keeps its first moment where b1 is 0.
 ROWS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "AdamW": lambda b1: optax.adamw(RATE, b1=b1, weight_decay=DECAY),
-    "Adafactor": adafactor,
+    "Adafactor": lambda b1: adafactor(b1=b1),
     "CAME": lambda b1: came(RATE, b1=b1, weight_decay=DECAY),
     "Adapprox (k_init)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["initial_rank"]),
     "Adapprox (k_max)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["max_rank"]),
