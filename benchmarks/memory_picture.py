@@ -99,7 +99,7 @@ CONTENDERS: dict[str, Contender] = {
     "Adafactor": Contender(lambda rate: adafactor(rate, mask=is_matrix), (2.4e-3,), "adafactor"),
     "CAME": Contender(
         lambda rate: came(rate, weight_decay=DECAY, mask=is_matrix),
-        (1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3),
+        (4e-5, 7.5e-5, 1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3),
     ),
     "Adapprox, rank 8": _with_rank(8)._replace(recorded_as="adapprox"),
     "Adapprox, rank 16": _with_rank(16),
