@@ -3,16 +3,27 @@
 import json
 import shlex
 
+import jax
 import numpy as np
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("matplotlib")
 
+from benchmarks import update_speed
 from benchmarks.inputs import gradients_like
 from benchmarks.update_speed import main
 
 
+@pytest.fixture
+def small(monkeypatch):
+    """A matrix and a vector in place of a model's parameters: less to compile."""
+    shapes = {"kernel": (128, 256), "bias": (256,)}
+    like = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
+    monkeypatch.setattr(update_speed, "parameter_shapes", lambda model: like)
+
+
+@pytest.mark.usefixtures("small")
 def test_records_and_picture_are_written(tmp_path, capsys):
     path = tmp_path / "speed.json"
     names = ("adafactor", "adapprox rank 16", "sm3")
@@ -35,6 +46,7 @@ def test_a_whole_training_step(tmp_path):
     assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["over_adamw"] == 1
 
 
+@pytest.mark.usefixtures("small")
 def test_a_slow_contender_is_measured_by_one_step(tmp_path):
     path = tmp_path / "slow.json"
     result = main(("tiny",), ("adamw",), cycles=2, steps=2, patience=0, output=path)
