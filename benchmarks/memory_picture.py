@@ -205,7 +205,7 @@ def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
     """Draws loss with its standard error against bytes a parameter."""
     figure = Figure(figsize=(8, 5))
     axes = figure.subplots()
-    for name, row in summary.items():
+    for i, (name, row) in enumerate(summary.items()):
         ours = name.startswith("Adapprox")
         axes.errorbar(
             row["bytes_a_parameter"],
@@ -218,12 +218,14 @@ def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
         axes.annotate(
             name,
             (row["bytes_a_parameter"], row["validation_loss"]),
-            xytext=(5, 3),
+            xytext=(5, 3 if i % 2 else -9),  # neighbours would overlap
             textcoords="offset points",
             fontsize="x-small",
         )
     axes.set(xlabel="bytes of optimizer state a parameter", ylabel="validation loss, 3 seeds")
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8], ["1", "2", "4", "8"])
+    axes.set_xlim(0.8, 16)
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
