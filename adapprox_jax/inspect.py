@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -60,7 +61,7 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
             if name not in shapes:
                 raise ValueError(f"{name}: the state has this leaf; the parameters given have not.")
             param = shapes[name]
-            norm = np.sqrt(np.sum(np.square(np.asarray(u, np.float64)), axis=(-2, -1)))
+            norm = _matrix_norms(u)
             report[name] = RankInfo(
                 shape=tuple(param.shape),
                 rank=_number(rank),
@@ -96,6 +97,14 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
 def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
     return [(jax.tree_util.keystr(path), unbox(leaf)) for path, leaf in leaves]
+
+
+def _matrix_norms(x: jax.Array) -> np.ndarray:
+    """Frobenius norm of each matrix, float64: taken where the array is, which may be large."""
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jnp.where(largest == 0, 1, largest)[..., None, None]
+    norm = jnp.linalg.norm(x / scale, axis=(-2, -1))  # squares of numbers up to 1
+    return np.asarray(norm, np.float64) * np.asarray(largest, np.float64)
 
 
 def _number(x: Any) -> Any:

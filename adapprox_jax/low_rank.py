@@ -62,8 +62,7 @@ class MatrixProducts(NamedTuple):
     image: Callable[[jax.Array], jax.Array]  # x (n, width) -> A x
     normal_image: Callable[[jax.Array], jax.Array]  # q (m, width) -> A A^T q
     project: Callable[[jax.Array], jax.Array]  # q (m, width) -> A^T q
-    norms: Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
-    """q, u -> ||A - q u^T||, ||A||"""
+    residual_energy: Callable[[jax.Array, jax.Array], jax.Array]  # q, u -> ||A - q u^T||^2
 
 
 def tiled_products(
@@ -100,16 +99,14 @@ def tiled_products(
 
         return sweep(tiling, part, dims=(0,))[1][0]
 
-    def norms(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        def part(index: jax.typing.ArrayLike) -> tuple[tuple[jax.Array, jax.Array], tuple[()]]:
-            tile = tile_of(index)
-            difference = tile - outer(q, tiling.take(u, 0, index), axis)
-            return (jnp.sum(jnp.square(difference)), jnp.sum(jnp.square(tile))), ()
+    def residual_energy(q: jax.Array, u: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
+            difference = tile_of(index) - outer(q, tiling.take(u, 0, index), axis)
+            return jnp.sum(jnp.square(difference)), ()
 
-        residual, norm = sweep(tiling, part)[0]
-        return jnp.sqrt(residual), jnp.sqrt(norm)
+        return sweep(tiling, part)[0]
 
-    return MatrixProducts(image, normal_image, project, norms)
+    return MatrixProducts(image, normal_image, project, residual_energy)
 
 
 def products_of(matrix: jax.Array) -> MatrixProducts:
@@ -169,7 +166,7 @@ def srsi(
     q = subspace_iteration(products, products.image(start), power_iterations, orthogonalization)
     u = products.project(q)
     if rotate:
-        q, u = rotate_to_principal(q, u)
+        q, u, _ = rotate_to_principal(q, u)
     return q[:, :rank], u[:, :rank] * scale
 
 
@@ -273,11 +270,11 @@ def subspace_iteration(
       q (m, width), orthonormal.
     """
     orthonormalize = _ORTHONORMALIZE[orthogonalization]
+    q = orthonormalize(image)
+    if power_iterations == 1:  # the body of a loop that never runs is compiled all the same
+        return q
     return jax.lax.fori_loop(
-        1,
-        power_iterations,
-        lambda _, q: orthonormalize(products.normal_image(q)),
-        orthonormalize(image),
+        1, power_iterations, lambda _, q: orthonormalize(products.normal_image(q)), q
     )
 
 
@@ -336,10 +333,8 @@ def unit_columns(matrix: jax.Array) -> jax.Array:
 def _noise(rows: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A fixed matrix (rows, width) of full rank, with entries from -1 to 1 that look random."""
     index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)
-    mixed = index * jnp.uint32(0x9E3779B1)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x85EBCA77)
-    mixed = mixed ^ (mixed >> 13)
-    return (mixed.astype(dtype) / 2.0**31 - 1).reshape(rows, width)
+    wrapped = (index * index * jnp.uint32(0x9E3779B1)).astype(jnp.int32)
+    return (wrapped.astype(dtype) / 2.0**31).reshape(rows, width)
 
 
 _ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -348,7 +343,9 @@ _ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotate_to_principal(
+    q: jax.Array, u: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Turns q and u within their span so that columns stand in order of falling singular value.
 
     q @ u.T stays as it was, and its best rank-k part is then the first k columns.
@@ -358,27 +355,19 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
       u: (n, width); zero columns are ordered last.
 
     Returns:
-      The turned q and u.
+      The turned q and u, and the squared norms of the columns of u.
     """
     # The singular vectors of the triangular factor, not the eigenvectors of u^T u: squaring would
-    # lose the directions below 3e-4 of the largest in float32. Cholesky QR with columns of norm 1,
-    # shifted and once again without a shift, keeps them.
-    width = u.shape[1]
-    eye = jnp.eye(width, dtype=u.dtype)
-    basis = unit_columns(u)
-    triangle = eye * jnp.sqrt(column_energies(u))
-    for shift in (width * float(np.finfo(u.dtype).eps), 0.0):
-        gram = contract(basis, basis, 0)
-        factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
-        factor = jnp.where(jnp.isfinite(factor), factor, eye)  # what came before still turns
-        triangle = matmul(factor.T, triangle)
-        inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        basis = matmul(basis, inverse.T)
-    _, _, turn = jnp.linalg.svd(triangle)
-    return matmul(q, turn.T), matmul(u, turn.T)
+    # lose the directions below 3e-4 of the largest in float32.
+    width, unit = u.shape[1], unit_columns(u)
+    gram = contract(unit, unit, 0)
+    shift = width * float(np.finfo(u.dtype).eps) * jnp.eye(width, dtype=u.dtype)
+    factor = jax.lax.linalg.cholesky(gram + shift, symmetrize_input=False)
+    _, values, turn = jnp.linalg.svd(factor.T * jnp.sqrt(column_energies(u)))
+    return matmul(q, turn.T), matmul(u, turn.T), jnp.square(values)
 
 
-def tail_errors(energies: jax.Array, residual: jax.Array, norm: jax.Array) -> jax.Array:
+def tail_errors(energies: jax.Array, residual_energy: jax.Array) -> jax.Array:
     """The paper's xi of q @ u.T cut to its first k columns, for every k at once.
 
     With q orthonormal and u = A^T q the residual of all columns is orthogonal to each column, so
@@ -387,15 +376,15 @@ def tail_errors(energies: jax.Array, residual: jax.Array, norm: jax.Array) -> ja
 
     Args:
       energies: ||u_j||^2 of each column, (width,).
-      residual: ||A - q u^T||, a scalar.
-      norm: ||A||, a scalar.
+      residual_energy: ||A - q u^T||^2, a scalar.
 
     Returns:
       (width,), the error of the first 1, 2, ... columns; zeros for a zero matrix.
     """
     position = np.arange(energies.shape[0])
-    left_out = jnp.sum(jnp.where(position > position[:, None], energies, 0), axis=1)
-    return jnp.sqrt(jnp.square(residual) + left_out) / jnp.where(norm == 0, 1, norm)
+    beyond = jnp.sum(jnp.where(position > position[:, None], energies, 0), axis=1)
+    norm_squared = residual_energy + jnp.sum(energies)
+    return jnp.sqrt((residual_energy + beyond) / jnp.where(norm_squared == 0, 1, norm_squared))
 
 
 def column_energies(matrix: jax.Array) -> jax.Array:
@@ -411,5 +400,6 @@ def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
       q: (m, k).
       u: (n, k).
     """
-    residual, norm = products_of(matrix).norms(q, u)
+    norm = frobenius_norm(matrix)
+    residual = jnp.sqrt(products_of(matrix).residual_energy(q, u))
     return residual / jnp.where(norm == 0, 1, norm)

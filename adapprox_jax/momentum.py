@@ -93,9 +93,8 @@ def guided_ema(
         del params
         check_state(state, GuidedEmaState, "guided_ema")
         check_trees(updates, state.mu)
-        has_scales = not (isinstance(state.scale, tuple) and not state.scale)
-        if has_scales != (bits is not None) and jax.tree.leaves(updates):
-            kept = "codes and scales" if has_scales else "no codes"
+        if _has_scales(state) != (bits is not None) and jax.tree.leaves(updates):
+            kept = "codes and scales" if _has_scales(state) else "no codes"
             raise ValueError(
                 f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made"
                 " with another mu_dtype?"
@@ -130,17 +129,26 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
 
     def store(average: Any, mu: Any, scale: Any) -> tuple[Any, Any]:
         kept = unbox(mu)
-        if isinstance(scale, tuple) or unbox(scale).ndim == 0:
+        if not _is_coded(scale):
             return rebox(mu, jnp.asarray(unbox(average), kept.dtype)), scale
         codes, scales = quantize(unbox(average), 8 if kept.dtype == jnp.int8 else 4)
         return rebox(mu, codes), rebox(scale, scales)
 
     no_scales = jax.tree.map(lambda _: (), average, is_leaf=is_box)
-    is_plain = isinstance(like.scale, tuple) and not like.scale
-    scales = no_scales if is_plain else like.scale
+    scales = like.scale if _has_scales(like) else no_scales
     stored = jax.tree.map(store, average, like.mu, scales, is_leaf=is_box)
     mu, scale = _unzip(average, stored, 2)
-    return GuidedEmaState(mu, () if is_plain else scale)
+    return GuidedEmaState(mu, scale if _has_scales(like) else ())
+
+
+def _has_scales(state: GuidedEmaState) -> bool:
+    """Whether a state was made for codes: it then has a scale, if of no axes, for each leaf."""
+    return not isinstance(state.scale, tuple) or bool(state.scale)
+
+
+def _is_coded(scale: Any) -> bool:
+    """Whether a leaf with this scale is kept in codes: () or a scalar says that it is not."""
+    return not isinstance(scale, tuple) and unbox(scale).ndim > 0
 
 
 def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
@@ -179,7 +187,7 @@ def _average_leaf(
     """The new average of one leaf, float32 or wider, and what is stored of it."""
     given, kept, scales = unbox(update), unbox(mu), unbox(scale)
     dtype = jnp.promote_types(given.dtype, jnp.float32)
-    if bits is None or scales.ndim == 0:
+    if bits is None or not _is_coded(scale):
         _check_shape(path, given, kept.shape, kept.shape == given.shape)
         average = b1 * kept.astype(dtype) + (1 - b1) * given
         return rebox(update, average), rebox(mu, average.astype(kept.dtype)), scale

@@ -70,7 +70,7 @@ def adapprox(
     rank_growth: RankGrowth | None = None,
     rank_margin: int = 0,
     power_iterations: int = 1,
-    oversampling: int = 5,
+    oversampling: int = 0,
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",

@@ -173,7 +173,7 @@ def adaptive_srsi(
     rotate: bool,
     orthogonalization: Orthogonalization,
     factor_dtype: jax.typing.DTypeLike,
-) -> Factors:
+) -> tuple[Factors, jax.Array]:
     """Factors a matrix by S-RSI at the rank in use, or at one chosen anew every few steps.
 
     One subspace iteration tells the error at every rank up to its width (`low_rank.tail_errors`),
@@ -203,7 +203,7 @@ def adaptive_srsi(
       factor_dtype: Type in which q and u are kept. The error counts the rounding.
 
     Returns:
-      The factors, their rank and their error.
+      The factors with their rank and error, and ||q u^T||.
 
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
@@ -213,10 +213,10 @@ def adaptive_srsi(
     widest = width_of(sizes[-1], rows)
     measured = (step - 1) % rank_interval == 0
 
-    def norms(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """||A - q u^T|| and ||A|| where the error is measured, else zeros: it costs a sweep."""
+    def residual_energy(q: jax.Array, u: jax.Array) -> jax.Array:
+        """||A - q u^T||^2 where the error is measured, else 0: it costs a sweep."""
         zero = jnp.zeros((), q.dtype)
-        return jax.lax.cond(measured, products.norms, lambda q, u: (zero, zero), q, u)
+        return jax.lax.cond(measured, products.residual_energy, lambda *_: zero, q, u)
 
     def decompose(size: int) -> tuple[jax.Array, ...]:
         width = width_of(size, rows)
@@ -224,33 +224,40 @@ def adaptive_srsi(
         image = first_image if known else products.image(start_of(width))
         q = subspace_iteration(products, image, power_iterations, orthogonalization)
         u = products.project(q)
-        residual, norm = norms(q, u)
+        residual = residual_energy(q, u)
         if rotate:
-            q, u = rotate_to_principal(q, u)
-        energies = jnp.pad(column_energies(u), (0, widest - width))
-        return _fit(q, capacity), _fit(u, capacity), energies, residual, norm
+            q, u, energies = rotate_to_principal(q, u)
+        else:
+            energies = column_energies(u)
+        return _fit(q, capacity), _fit(u, capacity), _fit(energies, widest), residual
 
-    def finished(q: jax.Array, u: jax.Array, error: jax.Array, rank: jax.Array) -> Factors:
+    def finished(
+        q: jax.Array, u: jax.Array, errors: jax.Array, energies: jax.Array, rank: jax.Array
+    ) -> tuple[Factors, jax.Array]:
         q, u = (mask_columns(x, rank) for x in (q, u))
         kept_q, kept_u = q.astype(factor_dtype), u.astype(factor_dtype)
+        error = errors[rank - 1]
+        energy = jnp.sum(jnp.where(np.arange(widest) < rank, energies, 0))
         if kept_q.dtype != q.dtype:
-            residual, norm = norms(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
-            error = residual / jnp.where(norm == 0, 1, norm)
+            residual = residual_energy(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
+            rounded = jnp.sqrt(residual / energy * (1 - jnp.square(error)))
+            error = jnp.where(energy == 0, error, rounded)
         error = jnp.where(measured, error.astype(jnp.float32), previous_error)
-        return Factors(kept_q, kept_u, rank, error)
+        return Factors(kept_q, kept_u, rank, error), jnp.sqrt(energy)
 
     if start_rank == capacity:
-        q, u, *of_errors = decompose(capacity)
-        error = tail_errors(*of_errors)[capacity - 1]
-        return finished(q, u, error, jnp.asarray(capacity, jnp.int32))
+        q, u, energies, residual = decompose(capacity)
+        rank = jnp.asarray(capacity, jnp.int32)
+        return finished(q, u, tail_errors(energies, residual), energies, rank)
 
     def attempt(carry: Any) -> Any:
         """The first rank from the one wanted on that will do, or that needs a larger size."""
         *_, wanted = carry
         index = size_index(sizes, wanted)
-        size = jnp.asarray(sizes, jnp.int32)[index]
-        q, u, *of_errors = jax.lax.switch(index, [partial(decompose, size) for size in sizes])
-        errors = tail_errors(*of_errors)
+        size = sum((index == i) * size for i, size in enumerate(sizes))
+        branches = [partial(decompose, size) for size in sizes]
+        q, u, energies, residual = jax.lax.switch(index, branches)
+        errors = tail_errors(energies, residual)
 
         def error_without_margin(rank: jax.Array) -> jax.Array:
             return errors[jnp.maximum(jnp.minimum(rank, size) - rank_margin, 1) - 1]
@@ -264,14 +271,14 @@ def adaptive_srsi(
             return jnp.minimum(rank + more, capacity)
 
         wanted = jax.lax.while_loop(too_small, grown, wanted)
-        rank = jnp.minimum(wanted, size)
-        return q, u, errors[rank - 1], rank, wanted
+        return q, u, errors, energies, jnp.minimum(wanted, size), wanted
 
     chosen_first = min(start_rank + rank_margin, capacity)
     first = jnp.where(measured, chosen_first, previous_rank).astype(jnp.int32)
-    nothing = (previous_q, previous_u, jnp.zeros((), previous_u.dtype), jnp.int32(0), first)
-    q, u, error, rank, _ = jax.lax.while_loop(lambda carry: carry[3] < carry[4], attempt, nothing)
-    return finished(q, u, error, rank)
+    zeros = jnp.zeros(widest, previous_u.dtype)
+    nothing = (previous_q, previous_u, zeros, zeros, jnp.int32(0), first)
+    *results, _ = jax.lax.while_loop(lambda carry: carry[-2] < carry[-1], attempt, nothing)
+    return finished(*results)
 
 
 def work_width(size: int, rows: int, oversampling: int, rotate: bool) -> int:
@@ -287,7 +294,7 @@ def warm_start(
     start: jax.Array,
     previous_u: jax.Array,
     known: jax.Array,
-    scale: jax.typing.ArrayLike,
+    inverse_scale: jax.typing.ArrayLike,
 ) -> jax.Array:
     """A start (n, width) with the columns of `previous_u` over its first.
 
@@ -295,19 +302,20 @@ def warm_start(
       start: (n, width).
       previous_u: (n, capacity).
       known: How many of its columns there are, int scalar.
-      scale: What `previous_u` is divided by, so that A times it is not too large.
+      inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
     """
     covered = min(start.shape[1], previous_u.shape[1])
-    unit_u = previous_u[:, :covered].astype(start.dtype) * (1 / scale)
+    unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
     first = jnp.where(np.arange(covered) < known, unit_u, start[:, :covered])
     return jnp.concatenate([first, start[:, covered:]], axis=1)
 
 
 def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:
     """Index of the first of `sizes` that holds a rank."""
-    return jnp.sum(rank > jnp.asarray(sizes[:-1], jnp.int32), dtype=jnp.int32)
+    return sum(((rank > size).astype(jnp.int32) for size in sizes[:-1]), jnp.int32(0))
 
 
-def _fit(matrix: jax.Array, width: int) -> jax.Array:
-    """Cuts a matrix to `width` columns, or adds columns of zeros."""
-    return jnp.pad(matrix[:, :width], ((0, 0), (0, max(width - matrix.shape[1], 0))))
+def _fit(array: jax.Array, width: int) -> jax.Array:
+    """Cuts the last axis to `width`, or adds zeros there."""
+    missing = max(width - array.shape[-1], 0)
+    return jnp.pad(array[..., :width], [(0, 0)] * (array.ndim - 1) + [(0, missing)])

@@ -34,8 +34,8 @@ def resize(
         or a dict from paths, as in `rank_report`, to these, for some. Cut to what is smaller than a
         dense second moment.
       truncate: Whether columns in use may be dropped, the last ones, which are the smallest unless
-        `rotate` is False. The error and the bound
-        of the distance from the exact second moment then grow by what is lost.
+        `rotate` is False. The error and the bound of the distance from the exact second moment then
+        grow by what is lost.
 
     Returns:
       The state with new buffers.

@@ -23,7 +23,6 @@ from adapprox_jax.low_rank import (
     RandomStart,
     contract,
     draw_start,
-    frobenius_norm,
     outer,
     start_columns,
     tiled_products,
@@ -90,7 +89,7 @@ def scale_by_adapprox(
     rank_growth: RankGrowth | None = None,
     rank_margin: int = 0,
     power_iterations: int = 1,
-    oversampling: int = 5,
+    oversampling: int = 0,
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",
@@ -334,7 +333,7 @@ def update_matrix(
     initial_rank: int | None,
     width_of: Callable[[int, int], int],
     warm: bool,
-    factorize: Callable[..., Factors],
+    factorize: Callable[..., tuple[Factors, jax.Array]],
 ) -> tuple[jax.Array, Factors, jax.Array]:
     """One step of Algorithm 3 for one matrix, up to the quotient.
 
@@ -361,6 +360,7 @@ def update_matrix(
     largest_u = jnp.max(jnp.abs(u))
     scale = unit_scale(grad, largest_u, approximate)
     factor_scale = scale if approximate == "root" else scale**2
+    inverse_scale = 1 / factor_scale
     rows, capacity = q.shape
     sizes = work_sizes(capacity, rows, initial_rank)
 
@@ -370,14 +370,14 @@ def update_matrix(
     @tiling.once
     def target(tile: jax.typing.ArrayLike) -> jax.Array:
         rows_of_u = tiling.take(u, 0, tile)
-        previous = reconstruct(q, rows_of_u, factor_scale, rank, approximate, sizes, axis, dtype)
+        previous = reconstruct(q, rows_of_u, inverse_scale, rank, approximate, sizes, axis, dtype)
         second_moment = average(previous, unit_grad(tile), scalars.b2)
         return jnp.sqrt(second_moment) if approximate == "root" else second_moment
 
     def start_of(width: int) -> jax.Array:
         start = start_columns(scalars.drawn, width, dtype, u.shape[0])
         known = jnp.where(largest_u > 0, rank, 0)
-        return warm_start(start, u, known, factor_scale) if warm else start
+        return warm_start(start, u, known, inverse_scale) if warm else start
 
     start = start_of(width_of(sizes[0], rows))
 
@@ -388,7 +388,7 @@ def update_matrix(
         return image, (scaled.astype(grad.dtype),)
 
     first_image, (scaled,) = sweep(tiling, first_pass, dims=(1 - axis,), fill=scale)
-    factors = factorize(
+    factors, norm = factorize(
         tiled_products(target, tiling),
         start_of,
         first_image,
@@ -402,8 +402,7 @@ def update_matrix(
         width_of=width_of,
         factor_dtype=q.dtype,
     )
-    norm = factor_scale * frobenius_norm(factors.u.astype(dtype))
-    drift = accumulate_drift(drift, factors.error, norm, scalars.b2, approximate)
+    drift = accumulate_drift(drift, factors.error, factor_scale * norm, scalars.b2, approximate)
     factors = factors._replace(u=(factors.u * factor_scale).astype(u.dtype))
     return scaled, factors, drift
 
@@ -435,7 +434,7 @@ def unit_scale(grad: jax.Array, largest_u: jax.Array, approximate: Approximate) 
 def reconstruct(
     q: jax.Array,
     u: jax.Array,
-    scale: jax.typing.ArrayLike,
+    inverse_scale: jax.typing.ArrayLike,
     rank: jax.Array,
     approximate: Approximate,
     sizes: tuple[int, ...],
@@ -450,7 +449,7 @@ def reconstruct(
     Args:
       q: (m, capacity).
       u: (n, capacity), or some of its rows.
-      scale: What the product is divided by, a power of two.
+      inverse_scale: What the product is multiplied by, a power of two.
       rank: Columns in use.
       approximate: What q @ u.T stands for.
       sizes: Ranks for which there is code of its own, rising, the last for all columns.
@@ -462,7 +461,7 @@ def reconstruct(
     """
 
     def product_of(width: int, q: jax.Array, u: jax.Array) -> jax.Array:
-        unit_u = u[:, :width].astype(dtype) * (1 / scale)
+        unit_u = u[:, :width].astype(dtype) * inverse_scale
         return outer(q[:, :width].astype(dtype), unit_u, axis)
 
     branches = [partial(product_of, size) for size in sizes]

@@ -100,7 +100,7 @@ def test_3_low_rank_products_go_below_zero_and_are_cut_off():
     q, u = adapprox_jax.srsi(matrix, 4, KEY)
     product = q @ u.T
     assert float(product.min()) < 0
-    settings = dict(scale=1.0, rank=4, sizes=(4,), axis=0, dtype=jnp.float32)
+    settings = dict(inverse_scale=1.0, rank=4, sizes=(4,), axis=0, dtype=jnp.float32)
     assert float(reconstruct(q, u, approximate="moment", **settings).min()) == 0
     root = reconstruct(q, u, approximate="root", **settings)
     assert not np.any(root[product < 0])  # else squared to above zero

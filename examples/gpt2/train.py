@@ -287,7 +287,7 @@ def buffer_sizes(config: Config, used: dict[str, Any], params: Any) -> tuple[int
     return (*between, max(first, largest))
 
 
-def full_above(used: dict[str, Any]) -> float | None:
+def full_error(used: dict[str, Any]) -> float | None:
     """The error above which a matrix counts as full when its rank is the width of its buffers.
 
     With a margin the error at the full width tells nothing: the rank alone decides.
@@ -375,7 +375,7 @@ def run(
             sizes = buffer_sizes(config, used, params)
             options = dataclasses.replace(options, max_rank=sizes[0])
             widen = functools.partial(
-                adapprox_jax.grow, sizes=sizes, error_threshold=full_above(used)
+                adapprox_jax.grow, sizes=sizes, error_threshold=full_error(used)
             )
         tx = build(config.optimizer, rate, config.hyper, options)
     except ValueError as error:
@@ -420,7 +420,7 @@ def run(
             metrics=metrics,
             save_at=save_at,
             widen=widen,
-            full_above=full_above(used),
+            full_above=full_error(used),
         )
         seconds = time.perf_counter() - begin
     curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
