@@ -367,8 +367,10 @@ def rotate_to_principal(
     return matmul(q, turn.T), matmul(u, turn.T), jnp.square(values)
 
 
-def tail_errors(energies: jax.Array, residual_energy: jax.Array) -> jax.Array:
-    """The paper's xi of q @ u.T cut to its first k columns, for every k at once.
+def tail_error(
+    energies: jax.Array, residual_energy: jax.Array, rank: jax.typing.ArrayLike
+) -> jax.Array:
+    """The paper's xi of q @ u.T cut to its first `rank` columns.
 
     With q orthonormal and u = A^T q the residual of all columns is orthogonal to each column, so
     that ||A - q_k u_k^T||^2 = ||A - q u^T||^2 + ||u_(k+1)||^2 + ... Sums of positive numbers: the
@@ -377,12 +379,12 @@ def tail_errors(energies: jax.Array, residual_energy: jax.Array) -> jax.Array:
     Args:
       energies: ||u_j||^2 of each column, (width,).
       residual_energy: ||A - q u^T||^2, a scalar.
+      rank: k, from 0 to width.
 
     Returns:
-      (width,), the error of the first 1, 2, ... columns; zeros for a zero matrix.
+      A scalar; 0 for a zero matrix.
     """
-    position = np.arange(energies.shape[0])
-    beyond = jnp.sum(jnp.where(position > position[:, None], energies, 0), axis=1)
+    beyond = jnp.sum(jnp.where(np.arange(energies.shape[0]) < rank, 0, energies))
     norm_squared = residual_energy + jnp.sum(energies)
     return jnp.sqrt((residual_energy + beyond) / jnp.where(norm_squared == 0, 1, norm_squared))
 

@@ -16,7 +16,7 @@ from adapprox_jax.low_rank import (
     mask_columns,
     rotate_to_principal,
     subspace_iteration,
-    tail_errors,
+    tail_error,
 )
 from adapprox_jax.validation import require
 
@@ -176,7 +176,7 @@ def adaptive_srsi(
 ) -> tuple[Factors, jax.Array]:
     """Factors a matrix by S-RSI at the rank in use, or at one chosen anew every few steps.
 
-    One subspace iteration tells the error at every rank up to its width (`low_rank.tail_errors`),
+    One subspace iteration tells the error at every rank up to its width (`low_rank.tail_error`),
     so that a choice of rank costs no more than a step without one, as long as it stays within one
     of `work_sizes`.
 
@@ -232,23 +232,21 @@ def adaptive_srsi(
         return _fit(q, capacity), _fit(u, capacity), _fit(energies, widest), residual
 
     def finished(
-        q: jax.Array, u: jax.Array, errors: jax.Array, energies: jax.Array, rank: jax.Array
+        q: jax.Array, u: jax.Array, energies: jax.Array, residual: jax.Array, rank: jax.Array
     ) -> tuple[Factors, jax.Array]:
         q, u = (mask_columns(x, rank) for x in (q, u))
         kept_q, kept_u = q.astype(factor_dtype), u.astype(factor_dtype)
-        error = errors[rank - 1]
+        error = tail_error(energies, residual, rank)
         energy = jnp.sum(jnp.where(np.arange(widest) < rank, energies, 0))
         if kept_q.dtype != q.dtype:
-            residual = residual_energy(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
-            rounded = jnp.sqrt(residual / energy * (1 - jnp.square(error)))
+            rounded = residual_energy(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
+            rounded = jnp.sqrt(rounded / energy * (1 - jnp.square(error)))
             error = jnp.where(energy == 0, error, rounded)
         error = jnp.where(measured, error.astype(jnp.float32), previous_error)
         return Factors(kept_q, kept_u, rank, error), jnp.sqrt(energy)
 
     if start_rank == capacity:
-        q, u, energies, residual = decompose(capacity)
-        rank = jnp.asarray(capacity, jnp.int32)
-        return finished(q, u, tail_errors(energies, residual), energies, rank)
+        return finished(*decompose(capacity), jnp.asarray(capacity, jnp.int32))
 
     def attempt(carry: Any) -> Any:
         """The first rank from the one wanted on that will do, or that needs a larger size."""
@@ -257,10 +255,9 @@ def adaptive_srsi(
         size = sum((index == i) * size for i, size in enumerate(sizes))
         branches = [partial(decompose, size) for size in sizes]
         q, u, energies, residual = jax.lax.switch(index, branches)
-        errors = tail_errors(energies, residual)
 
         def error_without_margin(rank: jax.Array) -> jax.Array:
-            return errors[jnp.maximum(jnp.minimum(rank, size) - rank_margin, 1) - 1]
+            return tail_error(energies, residual, jnp.maximum(rank - rank_margin, 1))
 
         def too_small(rank: jax.Array) -> jax.Array:
             above = error_without_margin(rank) > error_threshold
@@ -271,12 +268,12 @@ def adaptive_srsi(
             return jnp.minimum(rank + more, capacity)
 
         wanted = jax.lax.while_loop(too_small, grown, wanted)
-        return q, u, errors, energies, jnp.minimum(wanted, size), wanted
+        return q, u, energies, residual, jnp.minimum(wanted, size), wanted
 
     chosen_first = min(start_rank + rank_margin, capacity)
     first = jnp.where(measured, chosen_first, previous_rank).astype(jnp.int32)
-    zeros = jnp.zeros(widest, previous_u.dtype)
-    nothing = (previous_q, previous_u, zeros, zeros, jnp.int32(0), first)
+    zeros = (jnp.zeros(shape, previous_u.dtype) for shape in (widest, ()))
+    nothing = (previous_q, previous_u, *zeros, jnp.int32(0), first)
     *results, _ = jax.lax.while_loop(lambda carry: carry[-2] < carry[-1], attempt, nothing)
     return finished(*results)
 

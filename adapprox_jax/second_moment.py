@@ -357,7 +357,7 @@ def update_matrix(
     dtype = jnp.promote_types(grad.dtype, jnp.float32)
     tiling = tiling_of(grad.shape)
     axis = tiling.axis
-    largest_u = jnp.max(jnp.abs(u))
+    largest_u = jnp.max(jnp.abs(u[:, :16]))  # of the leading columns: wide buffers are long to read
     scale = unit_scale(grad, largest_u, approximate)
     factor_scale = scale if approximate == "root" else scale**2
     inverse_scale = 1 / factor_scale
@@ -369,8 +369,17 @@ def update_matrix(
 
     @tiling.once
     def target(tile: jax.typing.ArrayLike) -> jax.Array:
-        rows_of_u = tiling.take(u, 0, tile)
-        previous = reconstruct(q, rows_of_u, inverse_scale, rank, approximate, sizes, axis, dtype)
+        previous = reconstruct(
+            q,
+            u,
+            inverse_scale,
+            rank,
+            approximate=approximate,
+            sizes=sizes,
+            axis=axis,
+            dtype=dtype,
+            rows_of=lambda u: tiling.take(u, 0, tile),
+        )
         second_moment = average(previous, unit_grad(tile), scalars.b2)
         return jnp.sqrt(second_moment) if approximate == "root" else second_moment
 
@@ -436,10 +445,12 @@ def reconstruct(
     u: jax.Array,
     inverse_scale: jax.typing.ArrayLike,
     rank: jax.Array,
+    *,
     approximate: Approximate,
     sizes: tuple[int, ...],
     axis: int,
     dtype: jax.typing.DTypeLike,
+    rows_of: Callable[[jax.Array], jax.Array] = lambda u: u,
 ) -> jax.Array:
     """The second moment that the factors stand for, with the product cut off at zero.
 
@@ -448,20 +459,22 @@ def reconstruct(
 
     Args:
       q: (m, capacity).
-      u: (n, capacity), or some of its rows.
+      u: (n, capacity).
       inverse_scale: What the product is multiplied by, a power of two.
       rank: Columns in use.
       approximate: What q @ u.T stands for.
       sizes: Ranks for which there is code of its own, rising, the last for all columns.
       axis: Along which q stands in the result.
       dtype: Of the result.
+      rows_of: The rows of u that are asked for. It is called on the columns in use alone: of a
+        large matrix, wide buffers would take longer to copy than all else.
 
     Returns:
-      (m, n), or (n, m) for axis 1.
+      (m, n), or (n, m) for axis 1; n is the number of rows asked for.
     """
 
     def product_of(width: int, q: jax.Array, u: jax.Array) -> jax.Array:
-        unit_u = u[:, :width].astype(dtype) * inverse_scale
+        unit_u = rows_of(u[:, :width]).astype(dtype) * inverse_scale
         return outer(q[:, :width].astype(dtype), unit_u, axis)
 
     branches = [partial(product_of, size) for size in sizes]

@@ -215,7 +215,7 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(rotate):
     residual, energies = products.residual_energy(q, u), low_rank.column_energies(u)
     if rotate:
         q, u, energies = low_rank.rotate_to_principal(q, u)
-    errors = low_rank.tail_errors(energies, residual)
+    errors = [low_rank.tail_error(energies, residual, k) for k in range(1, 18)]
     true = [error(np.asarray(matrix, np.float64), q[:, :k], u[:, :k]) for k in range(1, 18)]
     np.testing.assert_allclose(errors, true / np.linalg.norm(matrix), rtol=0.01)
 
