@@ -76,7 +76,7 @@ def factor_jitted(
         return warm_start(start, previous_u, rank, 1.0) if warm else start
 
     products = products_of(matrix)
-    return adaptive_srsi(
+    factors, _ = adaptive_srsi(
         products,
         start_of,
         products.image(start_of(width_of(sizes[0], rows))),
@@ -90,6 +90,7 @@ def factor_jitted(
         width_of=width_of,
         **settings,
     )
+    return factors
 
 
 def factor(matrix, capacity=12, step=1, rank=1, previous_u=None, **changes):
