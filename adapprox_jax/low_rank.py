@@ -310,7 +310,7 @@ def cholesky_rounds(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
         gram = contract(basis, basis, 0)
         # A gram matrix near the identity has no eigenvalue near zero, and one round without a shift
         # then leaves nothing but rounding.
-        is_last = jnp.max(jnp.abs(gram - eye)) < 0.5 / width
+        is_last = jnp.all(jnp.abs(gram - eye) < 0.5 / width)
         shift = jnp.where(is_last, 0, 4 * width * epsilon)
         factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
         inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
