@@ -123,7 +123,9 @@ def scale_by_adapprox(
       rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0. What
         those leave out gathers there over the steps, so that a low rank can be seen to be too low.
       power_iterations: l, passes of Algorithm 1's loop, at least 1.
-      oversampling: p, columns worked on beyond the rank, at least 0.
+      oversampling: p, columns worked on beyond the rank, at least 0. With a warm start the columns
+        in use turn towards what they lack by themselves, and more did not lower the loss
+        (docs/performance.md).
       rotate: Keep the best k of the k + p directions; False is the algorithm as printed.
       warm_start: Start from the last factors in place of a Gaussian matrix.
       approximate: "moment" factors V, "root" its elementwise square root.

@@ -32,7 +32,7 @@ SHAPES = {
 SETTINGS = {
     "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
     "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1, min_dim_size_to_factor=1),
-    "cholesky": dict(max_rank=4, orthogonalization="cholesky", min_dim_size_to_factor=1),
+    "oversampled": dict(max_rank=4, oversampling=5, min_dim_size_to_factor=1),
     "guided": dict(max_rank=4, cosine_guidance=True, min_dim_size_to_factor=1),
     "paper": adapprox_jax.PAPER,
 }
