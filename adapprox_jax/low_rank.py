@@ -343,9 +343,7 @@ _ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 
 
-def rotate_to_principal(
-    q: jax.Array, u: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Turns q and u within their span so that columns stand in order of falling singular value.
 
     q @ u.T stays as it was, and its best rank-k part is then the first k columns.

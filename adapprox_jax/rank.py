@@ -218,7 +218,7 @@ def adaptive_srsi(
         zero = jnp.zeros((), q.dtype)
         return jax.lax.cond(measured, products.residual_energy, lambda *_: zero, q, u)
 
-    def decompose(size: int) -> tuple[jax.Array, ...]:
+    def decompose(size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         width = width_of(size, rows)
         known = width == first_image.shape[1]
         image = first_image if known else products.image(start_of(width))
@@ -237,13 +237,13 @@ def adaptive_srsi(
         q, u = (mask_columns(x, rank) for x in (q, u))
         kept_q, kept_u = q.astype(factor_dtype), u.astype(factor_dtype)
         error = tail_error(energies, residual, rank)
-        energy = jnp.sum(jnp.where(np.arange(widest) < rank, energies, 0))
         if kept_q.dtype != q.dtype:
-            rounded = residual_energy(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
-            rounded = jnp.sqrt(rounded / energy * (1 - jnp.square(error)))
-            error = jnp.where(energy == 0, error, rounded)
+            left_out = residual_energy(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
+            norm_squared = residual + jnp.sum(energies)
+            error = jnp.sqrt(left_out / jnp.where(norm_squared == 0, 1, norm_squared))
         error = jnp.where(measured, error.astype(jnp.float32), previous_error)
-        return Factors(kept_q, kept_u, rank, error), jnp.sqrt(energy)
+        norm = jnp.sqrt(jnp.sum(jnp.where(np.arange(widest) < rank, energies, 0)))
+        return Factors(kept_q, kept_u, rank, error), norm
 
     if start_rank == capacity:
         return finished(*decompose(capacity), jnp.asarray(capacity, jnp.int32))

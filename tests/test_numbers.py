@@ -27,10 +27,14 @@ def gradient(seed, shape=(24, 40), dtype=jnp.float32):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scales, dtype)
 
 
+COMPILED = {}  # init and jitted update by settings, so that runs alike compile once
+
+
 def run(settings, grads, params):
     """The last update and state of a run at a rate of 1, without decay."""
     tx = adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
-    state, update = tx.init(params), jax.jit(tx.update)
+    init, update = COMPILED.setdefault(repr(settings), (tx.init, jax.jit(tx.update)))
+    state = init(params)
     for grad in grads:
         updates, state = update(grad, state, params)
     return updates, state
