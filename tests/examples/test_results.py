@@ -12,6 +12,7 @@ DOCS = pathlib.Path(__file__).parents[2] / "docs"
 SUMMARY = json.loads((DOCS / "results" / "comparison.json").read_text())["summary"]
 
 RATES = {"0.0005", "0.0012", "0.0024"}  # four digits, and no losses
+PICTURE = json.loads((DOCS / "results" / "memory.json").read_text())["summary"]
 
 
 def test_tables_are_those_of_the_records():
@@ -42,8 +43,18 @@ def test_every_loss_on_the_pages_is_in_the_records():
     for losses in losses_over_seeds().values():
         if len(losses) == 3:
             known |= {f"{np.mean(losses):.4f}", f"{np.std(losses, ddof=1) / 3**0.5:.4f}"}
+    known |= {f"{row['validation_loss']:.4f}" for row in PICTURE.values()}
     for page in (DOCS / "results.md", DOCS.parent / "README.md"):
         assert set(re.findall(r"\b\d\.\d{4}\b", page.read_text())) - known <= RATES
+
+
+def test_the_table_of_loss_against_bytes_is_the_record():
+    page = (DOCS / "memory.md").read_text()
+    for name, row in PICTURE.items():
+        assert (
+            f"| {name} | {row['bytes_a_parameter']:.2f} | {row['validation_loss']:.4f}"
+            f" | {row['standard_error']:.4f} | {row['learning_rate']:g} |"
+        ) in page
 
 
 def test_adapprox_ends_below_adamw_at_every_rate_that_was_run_with_three_seeds():
