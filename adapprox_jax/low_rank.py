@@ -361,6 +361,8 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     gram = contract(unit, unit, 0)
     shift = width * float(np.finfo(u.dtype).eps) * jnp.eye(width, dtype=u.dtype)
     factor = jax.lax.linalg.cholesky(gram + shift, symmetrize_input=False)
+    # Should rounding outweigh the shift: the columns are then put in order, and turned no further.
+    factor = jnp.where(jnp.isfinite(factor), factor, jnp.eye(width, dtype=u.dtype))
     _, values, turn = jnp.linalg.svd(factor.T * jnp.sqrt(column_energies(u)))
     return matmul(q, turn.T), matmul(u, turn.T), jnp.square(values)
 

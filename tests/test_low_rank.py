@@ -91,6 +91,23 @@ def test_columns_stand_in_order_of_their_singular_values():
     np.testing.assert_allclose(np.linalg.norm(u, axis=0), singular_values[:8], rtol=1e-3)
 
 
+@pytest.mark.parametrize("width", [2, 16])
+@pytest.mark.parametrize("breaks_down", [False, True])
+def test_parallel_columns_are_turned_into_one(width, breaks_down, monkeypatch):
+    """Of a matrix of rank 1; where Cholesky breaks down the product still stays as it was."""
+    if breaks_down:
+        fails = lambda gram, **_: jnp.full_like(gram, jnp.nan)  # noqa: E731
+        monkeypatch.setattr(jax.lax.linalg, "cholesky", fails)
+    direction = np.exp(np.random.default_rng(0).normal(size=(5000, 1)))
+    u = jnp.asarray(direction * np.geomspace(1e-6, 1, width) * (-1) ** np.arange(width))
+    q = jnp.eye(24, width)
+    turned_q, turned_u, energies = low_rank.rotate_to_principal(q, u)
+    np.testing.assert_allclose(turned_q @ turned_u.T, q @ u.T, atol=1e-5 * np.max(u))
+    assert np.all(np.diff(energies) <= 0)
+    if not breaks_down:
+        np.testing.assert_allclose(energies[0], np.sum(np.square(u)), rtol=1e-4)
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from([(1, 1), (1, 7), (7, 1), (16, 12)]),
