@@ -226,10 +226,9 @@ def adaptive_srsi(
         u = products.project(q)
         residual = residual_energy(q, u)
         if rotate:
-            q, u, energies = rotate_to_principal(q, u)
-        else:
-            energies = column_energies(u)
-        return _fit(q, capacity), _fit(u, capacity), _fit(energies, widest), residual
+            q, u = rotate_to_principal(q, u)
+        energies = _fit(column_energies(u), widest)
+        return _fit(q, capacity), _fit(u, capacity), energies, residual
 
     def finished(
         q: jax.Array, u: jax.Array, energies: jax.Array, residual: jax.Array, rank: jax.Array

@@ -359,12 +359,12 @@ def update_matrix(
     dtype = jnp.promote_types(grad.dtype, jnp.float32)
     tiling = tiling_of(grad.shape)
     axis = tiling.axis
-    largest_u = jnp.max(jnp.abs(u[:, :16]))  # of the leading columns: wide buffers are long to read
+    rows, capacity = q.shape
+    sizes = work_sizes(capacity, rows, initial_rank)
+    largest_u = jnp.max(jnp.abs(u[:, : sizes[0]]))  # the leading columns: wide buffers take long
     scale = unit_scale(grad, largest_u, approximate)
     factor_scale = scale if approximate == "root" else scale**2
     inverse_scale = 1 / factor_scale
-    rows, capacity = q.shape
-    sizes = work_sizes(capacity, rows, initial_rank)
 
     def unit_grad(tile: jax.typing.ArrayLike) -> jax.Array:
         return tiling.take(grad, 1 - axis, tile).astype(dtype) * (1 / scale)
