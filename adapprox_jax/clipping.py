@@ -10,6 +10,7 @@ from adapprox_jax.boxes import map_unboxed
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
+    check_dimension_numbers,
     matrix_axes,
     resolve_dimension_numbers,
 )
@@ -44,6 +45,7 @@ def clip_by_matrix_rms(
     Source: paper, Algorithm 3, the line with RMS(M_t) / d.
     """
     require("threshold", threshold, lambda x: x > 0, "a number above 0")
+    check_dimension_numbers(weight_dimension_numbers)
 
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None

@@ -7,12 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from adapprox_jax.approximation import APPROXIMATIONS, Approximate, Approximation
 from adapprox_jax.boxes import is_box, map_unboxed, rebox, unbox
 from adapprox_jax.clipping import clip_by_matrix_rms
-from adapprox_jax.leaf_state import LeafState, check_leaf
+from adapprox_jax.inspect import adapprox_states
 from adapprox_jax.low_rank import frobenius_norm, normalize, relative_error, srsi
 from adapprox_jax.matrix_view import (
     WeightDimensionNumbers,
+    check_dimension_numbers,
     map_matrices,
     matrix_view,
     resolve_dimension_numbers,
@@ -20,16 +22,17 @@ from adapprox_jax.matrix_view import (
     view_shape,
 )
 from adapprox_jax.momentum import GuidedEmaState, stored_average
-from adapprox_jax.second_moment import (
-    APPROXIMATIONS,
-    Approximate,
-    ScaleByAdapproxState,
-    as_trees,
-    check_key,
-)
+from adapprox_jax.random_start import require_key
 from adapprox_jax.sharding import with_automatic_axes
-from adapprox_jax.tree_checks import check_trees, leaf_name
-from adapprox_jax.validation import require, require_choice
+from adapprox_jax.state import (
+    LeafState,
+    ScaleByAdapproxState,
+    check_leaf,
+    leaf_states,
+    state_of,
+)
+from adapprox_jax.tree_checks import check_concrete, check_trees, leaf_name
+from adapprox_jax.validation import require, require_choice, require_flag
 
 
 def from_adam(
@@ -72,7 +75,7 @@ def from_adam(
 
     Raises:
       ValueError: an argument is out of range, there is not one Adam state, it belongs to other
-        parameters, or `tx` is no Adapprox.
+        parameters, its arrays are traced, or `tx` is no Adapprox.
 
     Example:
       >>> import jax.numpy as jnp, optax, adapprox_jax
@@ -84,10 +87,16 @@ def from_adam(
     for name, decay in (("b1", b1), ("b2", b2)):
         require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
-    require_choice("approximate", approximate, APPROXIMATIONS)
-    seed_or_key, _ = check_key(key)
-    random_key = jax.random.key(seed_or_key) if isinstance(seed_or_key, int) else seed_or_key
+    if clipping_threshold is not None:
+        allowed = "a number above 0, or None"
+        require("clipping_threshold", clipping_threshold, lambda x: x > 0, allowed)
+    require_flag("bias_correction", bias_correction)
+    require_choice("approximate", approximate, tuple(APPROXIMATIONS))
+    check_dimension_numbers(weight_dimension_numbers)
+    random_key = require_key(key)
     adam = _only_adam_state(adam_state)
+    check_concrete("from_adam", adam)
+    check_trees(adam.nu, params, "the second moments of adam_state")
     state = tx.init(params)
     t = int(adam.count)
     numbers = resolve_dimension_numbers(weight_dimension_numbers, adam.nu)
@@ -99,13 +108,14 @@ def from_adam(
 
     def second_moment(of: ScaleByAdapproxState) -> ScaleByAdapproxState:
         nu = adam.nu if bias_correction else nu_hat
-        check_trees(nu, of.nu)
-        fields = (getattr(of, name) for name in LeafState._fields)
-        convert_leaf = partial(_factored_leaf, approximate=approximate, key=random_key)
-        leaves = jax.tree_util.tree_map_with_path(
-            convert_leaf, nu, numbers, *fields, is_leaf=is_box
+        check_trees(nu, of.nu, "the second moments of adam_state")
+        convert_leaf = partial(
+            _factored_leaf, approximation=APPROXIMATIONS[approximate], key=random_key
         )
-        return ScaleByAdapproxState(of.count, of.key, *as_trees(nu, leaves))
+        leaves = jax.tree_util.tree_map_with_path(
+            convert_leaf, nu, numbers, leaf_states(of), is_leaf=is_box
+        )
+        return state_of(of.count, of.key, leaves)
 
     def first_moment(of: GuidedEmaState) -> GuidedEmaState:
         updates = map_unboxed(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
@@ -122,8 +132,7 @@ def from_adam(
     def is_converted(node: Any) -> bool:
         return isinstance(node, ScaleByAdapproxState | GuidedEmaState)
 
-    nodes = jax.tree.leaves(state, is_leaf=is_converted)
-    if not any(isinstance(node, ScaleByAdapproxState) for node in nodes):
+    if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
     state = jax.tree.map(convert, state, is_leaf=is_converted)
     # A parameter, too, may be called "count".
@@ -142,17 +151,22 @@ def _only_adam_state(state: Any) -> optax.ScaleByAdamState:
 
 
 def _factored_leaf(
-    path: Any, nu_box: Any, numbers: Any, *fields: Any, approximate: Approximate, key: jax.Array
+    path: Any,
+    nu_box: Any,
+    numbers: Any,
+    boxed: LeafState,
+    *,
+    approximation: Approximation,
+    key: jax.Array,
 ) -> LeafState:
     """The state of one leaf that stands for a dense second moment."""
-    boxed = LeafState(*fields)
-    check_leaf(leaf_name(path), nu_box, numbers, boxed)
+    check_leaf(leaf_name(path), nu_box, numbers, boxed, "second moment in adam_state")
     nu, state = unbox(nu_box), LeafState(*map(unbox, boxed))
     if not state.is_factored:
         return boxed._replace(nu=rebox(boxed.nu, jnp.asarray(nu, state.nu.dtype)))
     view = matrix_view(nu.shape, numbers)
     batch, _, _ = view_shape(nu.shape, view)
-    target = jnp.sqrt(nu) if approximate == "root" else nu
+    target = approximation.of_moment(nu)
     *_, capacity = state.q.shape
 
     def factors(target: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:

@@ -9,7 +9,8 @@ import numpy as np
 import optax
 
 from adapprox_jax.boxes import is_box, unbox
-from adapprox_jax.second_moment import ScaleByAdapproxState
+from adapprox_jax.state import ScaleByAdapproxState
+from adapprox_jax.tree_checks import check_concrete
 
 
 class RankInfo(NamedTuple):
@@ -21,7 +22,7 @@ class RankInfo(NamedTuple):
     error: float | np.ndarray  # the paper's xi: error of the last factorization, relative
     nbytes: int  # of q and u
     dense_nbytes: int  # of a dense second moment in the parameter's dtype
-    drift: float | np.ndarray  # bound of the relative distance from the exact second moment
+    drift: float | np.ndarray  # estimate of the relative distance from the exact second moment
 
     def is_full(self, error_threshold: float | None = None) -> bool:
         """Whether a rank is the buffers' width, and its error above a threshold if one is given."""
@@ -39,7 +40,11 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
 
     Returns:
       A dict from the path of the parameter, as `jax.tree_util.keystr` writes it, to `RankInfo`.
-      Dense leaves are left out.
+      Dense leaves are left out; of a state of another optimizer nothing is in it.
+
+    Raises:
+      ValueError: the arrays are traced, the state is of other parameters, or the two arguments
+        were given in the other order.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -49,10 +54,12 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
       >>> report["['kernel']"].rank, report["['kernel']"].nbytes
       (4, 12288)
     """
+    if adapprox_states(params):
+        raise ValueError("params holds a state of Adapprox; allowed: rank_report(state, params).")
+    check_concrete("rank_report", opt_state)
     shapes = dict(_named_leaves(params))
     report = {}
-    states = jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState))
-    for state in (s for s in states if isinstance(s, ScaleByAdapproxState)):
+    for state in adapprox_states(opt_state):
         columns = [jax.tree.leaves(tree) for tree in (state.q, state.u, state.error, state.drift)]
         ranks = _named_leaves(state.rank)
         for (name, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
@@ -72,6 +79,12 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
                 drift=_number(np.asarray(drift, np.float64) / np.where(norm == 0, 1, norm)),
             )
     return report
+
+
+def adapprox_states(tree: Any) -> list[ScaleByAdapproxState]:
+    """The states of `scale_by_adapprox` that a tree holds."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState))
+    return [node for node in nodes if isinstance(node, ScaleByAdapproxState)]
 
 
 def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:

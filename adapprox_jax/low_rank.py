@@ -1,123 +1,25 @@
 """Randomized low-rank factorization of one matrix: pure linear algebra, no pytrees, no optimizer.
 
-Shapes: A is the matrix (m, n), q is (m, width) with orthonormal columns and u = A^T q is
-(n, width), so that A is approximated by q @ u.T. Where an `axis` is named, q stands along that axis
-of the matrix: with axis 1 the array holds A^T, (n, m), and nothing is ever transposed for that.
-A `width` is the number of columns worked on, an `active` number of columns or a `rank` may be a
-traced integer below it: columns beyond are zero. That keeps shapes static while the rank moves.
+Shapes as in `products`: A (m, n) is approximated by q @ u.T. A `width` is the number of columns
+worked on, an `active` number of columns or a `rank` may be a traced integer below it: columns
+beyond are zero. That keeps shapes static while the rank moves.
 """
-
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.tiles import Tiling, sweep
-from adapprox_jax.validation import require, require_choice, require_integer
-
-Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
-ORTHOGONALIZATIONS = ("qr", "cholesky")
-
-_MOST_ROUNDS = 12  # of Cholesky QR; 1 to 8 are usual
-_NORMALS = 8  # Gaussian columns that a random start is made of
-
-# On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
-# than the small entries of a second moment can lose.
-_PRECISION = jax.lax.Precision.HIGHEST
-
-
-def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product of two matrices in their full precision on every backend."""
-    return jnp.matmul(a, b, precision=_PRECISION)
-
-
-def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
-    """Product of a matrix and a factor along one axis of the matrix.
-
-    Args:
-      matrix: (m, n).
-      factor: (m, width) for axis 0, (n, width) for axis 1.
-      axis: Of the matrix, summed over.
-
-    Returns:
-      matrix.T @ factor, (n, width), for axis 0; matrix @ factor, (m, width), for axis 1.
-    """
-    if axis == 1:
-        return matmul(matrix, factor)
-    # XLA's product with a transposed first operand takes ten times as long on CPUs, and without
-    # the barrier it would turn this form into that one.
-    return jax.lax.optimization_barrier(matmul(factor.T, matrix)).T
-
-
-def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
-    """The product q @ u.T, turned so that q stands along `axis`."""
-    return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
-
-
-class MatrixProducts(NamedTuple):
-    """What the subspace iteration asks of a matrix A (m, n)."""
-
-    image: Callable[[jax.Array], jax.Array]  # x (n, width) -> A x
-    normal_image: Callable[[jax.Array], jax.Array]  # q (m, width) -> A A^T q
-    project: Callable[[jax.Array], jax.Array]  # q (m, width) -> A^T q
-    residual_energy: Callable[[jax.Array, jax.Array], jax.Array]  # q, u -> ||A - q u^T||^2
-
-
-def tiled_products(
-    tile_of: Callable[[jax.typing.ArrayLike], jax.Array], tiling: Tiling
-) -> MatrixProducts:
-    """The products of a matrix that is made tile by tile.
-
-    Args:
-      tile_of: From an index to that tile of the matrix, (m, n / tiles), or (n / tiles, m) where q
-        stands along axis 1.
-      tiling: The tiles.
-
-    Returns:
-      The products. Each makes every tile once.
-    """
-    axis = tiling.axis
-
-    def image(x: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
-            return contract(tile_of(index), tiling.take(x, 0, index), 1 - axis), ()
-
-        return sweep(tiling, part)[0]
-
-    def normal_image(q: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
-            tile = tile_of(index)
-            return contract(tile, contract(tile, q, axis), 1 - axis), ()
-
-        return sweep(tiling, part)[0]
-
-    def project(q: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[tuple[()], tuple[jax.Array]]:
-            return (), (contract(tile_of(index), q, axis),)
-
-        return sweep(tiling, part, dims=(0,))[1][0]
-
-    def residual_energy(q: jax.Array, u: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
-            difference = tile_of(index) - outer(q, tiling.take(u, 0, index), axis)
-            return jnp.sum(jnp.square(difference)), ()
-
-        return sweep(tiling, part)[0]
-
-    return MatrixProducts(image, normal_image, project, residual_energy)
-
-
-def products_of(matrix: jax.Array) -> MatrixProducts:
-    """The products of a matrix (m, n) that is there as a whole."""
-    return tiled_products(lambda _: matrix, Tiling(1, 0))
+from adapprox_jax.orthonormalize import ORTHONORMALIZE, unit_columns
+from adapprox_jax.products import MatrixProducts, column_energies, contract, matmul, products_of
+from adapprox_jax.random_start import draw_start, require_key, start_columns
+from adapprox_jax.settings import ORTHOGONALIZATIONS, Orthogonalization
+from adapprox_jax.validation import require_choice, require_flag, require_integer
 
 
 def srsi(
     matrix: jax.Array,
     rank: int,
-    key: jax.Array,
+    key: int | jax.Array,
     *,
     power_iterations: int = 5,
     oversampling: int = 5,
@@ -129,7 +31,7 @@ def srsi(
     Args:
       matrix: A, real, of shape (m, n). Any scale: it is normalized first.
       rank: k, the columns to return, from 1 to min(m, n).
-      key: JAX random key of the Gaussian start.
+      key: An int seed or a JAX random key of the Gaussian start.
       power_iterations: l >= 1, passes over the matrix; each multiplies by A and by A^T once.
       oversampling: p >= 0, further columns worked on; k + p is cut to min(m, n).
       rotate: Choose the best k of the k + p directions before truncation. False is the
@@ -152,12 +54,18 @@ def srsi(
 
     Source: paper, Algorithm 1. The rotation is a documented deviation (docs/algorithm.md, 7).
     """
-    require("matrix.ndim", jnp.ndim(matrix), lambda d: d == 2, "2, a matrix (m, n)")
+    dtype = getattr(matrix, "dtype", type(matrix).__name__)
+    if getattr(matrix, "ndim", None) != 2 or not jnp.issubdtype(dtype, jnp.floating):
+        shape = getattr(matrix, "shape", "unknown")
+        allowed = "an array (m, n) of a real floating-point type"
+        raise ValueError(f"matrix is of type {dtype} and shape {shape}; allowed: {allowed}.")
     limit = min(matrix.shape)
-    require("rank", rank, lambda k: 1 <= k <= limit, f"an integer from 1 to min(m, n) = {limit}")
+    require_integer("rank", rank, 1, limit)
     require_integer("power_iterations", power_iterations, 1)
     require_integer("oversampling", oversampling, 0)
+    require_flag("rotate", rotate)
     require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
+    key = require_key(key)
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
     drawn = draw_start(key, matrix.shape[1], width, unit.dtype)
@@ -195,55 +103,6 @@ def frobenius_norm(matrix: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(matrix)))
 
 
-class RandomStart(NamedTuple):
-    """What the columns of a random start are made of, for matrices of up to n columns."""
-
-    normals: jax.Array  # (8, n), standard normal
-    signs: jax.Array  # (blocks, n), 1 or -1 with even odds
-
-
-def draw_start(
-    key: jax.Array, n: int, width: int, dtype: jax.typing.DTypeLike = jnp.float32
-) -> RandomStart:
-    """Draws what a random start of up to `width` columns and n rows needs: once for many matrices.
-
-    Args:
-      key: JAX random key.
-      n: Rows of the start.
-      width: Most columns.
-      dtype: float32 or float64, the widest type of the matrices.
-
-    Returns:
-      The draws. More columns leave the first ones as they were.
-    """
-    normal_key, sign_key = jax.random.split(key)
-    blocks = np.arange(-(-width // _NORMALS))
-    words, bits = np.divmod(blocks, 32)
-    drawn = jax.random.bits(sign_key, (words[-1] + 1, n), jnp.uint32)
-    is_set = (drawn[words] >> bits[:, None].astype(np.uint32)) & 1
-    normals = jax.random.normal(normal_key, (_NORMALS, n), dtype)
-    return RandomStart(normals, 1 - 2 * is_set.astype(dtype))
-
-
-def start_columns(
-    drawn: RandomStart, width: int, dtype: jax.typing.DTypeLike, n: int | None = None
-) -> jax.Array:
-    """A random start (n, width), whose first columns do not depend on `width`.
-
-    Eight independent Gaussian columns, then the same eight with independent random signs, and so
-    on: every two columns are uncorrelated, and a column costs no random numbers of its own.
-
-    Args:
-      drawn: From `draw_start`.
-      width: Columns.
-      dtype: Type of the result.
-      n: Rows, at most as many as were drawn; None for all.
-    """
-    blocks = -(-width // _NORMALS)
-    columns = drawn.signs[:blocks, None, :n] * drawn.normals[:, :n]
-    return columns.reshape(-1, columns.shape[-1])[:width].T.astype(dtype)
-
-
 def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
     """Zeroes the columns from `active` (an integer, may be traced) on."""
     return jnp.where(jnp.arange(matrix.shape[1]) < active, matrix, 0)
@@ -269,78 +128,13 @@ def subspace_iteration(
     Returns:
       q (m, width), orthonormal.
     """
-    orthonormalize = _ORTHONORMALIZE[orthogonalization]
+    orthonormalize = ORTHONORMALIZE[orthogonalization]
     q = orthonormalize(image)
     if power_iterations == 1:  # the body of a loop that never runs is compiled all the same
         return q
     return jax.lax.fori_loop(
         1, power_iterations, lambda _, q: orthonormalize(products.normal_image(q)), q
     )
-
-
-def orthonormalize_qr(matrix: jax.Array) -> jax.Array:
-    """Orthonormal basis of the columns of an (m, width) matrix by Householder QR."""
-    return jnp.linalg.qr(matrix)[0]
-
-
-def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
-    """Orthonormal basis of the columns of an (m, width) matrix by shifted Cholesky QR.
-
-    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift until Y is nearly
-    orthonormal, and once more without a shift (Fukaya et al., 2020, "Shifted Cholesky QR for
-    computing the QR factorization of ill-conditioned matrices"). A shifted round stretches what is
-    independent of the columns before by up to 1 / sqrt(shift), and a trace of fixed noise stands in
-    for what is not, so that dependent and zero columns, too, become unit vectors: there is no
-    breakdown to fall back from.
-    """
-    return cholesky_rounds(matrix)[0]
-
-
-def cholesky_rounds(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`orthonormalize_cholesky` and the number of rounds that it took, an int32 scalar."""
-    rows, width = matrix.shape
-    epsilon = float(np.finfo(matrix.dtype).eps)
-    eye = jnp.eye(width, dtype=matrix.dtype)
-    # So small that it is lost in the rounding of columns of norm 1, and only fills empty ones: with
-    # more, trajectories leave those of Householder QR ten times as fast.
-    noise = epsilon / 16 / rows**0.5 * _noise(rows, width, matrix.dtype)
-
-    def one_round(carry: Any) -> Any:
-        rounds, basis, _ = carry
-        gram = contract(basis, basis, 0)
-        # A gram matrix near the identity has no eigenvalue near zero, and one round without a shift
-        # then leaves nothing but rounding.
-        is_last = jnp.all(jnp.abs(gram - eye) < 0.5 / width)
-        shift = jnp.where(is_last, 0, 4 * width * epsilon)
-        factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
-        inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        return rounds + 1, matmul(basis, inverse.T) + jnp.where(is_last, 0, noise), is_last
-
-    rounds, basis, _ = jax.lax.while_loop(
-        lambda carry: ~carry[2] & (carry[0] < _MOST_ROUNDS),
-        one_round,
-        (jnp.int32(0), unit_columns(matrix), jnp.zeros((), bool)),
-    )
-    return basis, rounds
-
-
-def unit_columns(matrix: jax.Array) -> jax.Array:
-    """The columns divided by their norms; zero columns stay zero."""
-    norms = jnp.sqrt(column_energies(matrix))
-    return matrix / jnp.where(norms == 0, 1, norms)
-
-
-def _noise(rows: int, width: int, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """A fixed matrix (rows, width) of full rank, with entries from -1 to 1 that look random."""
-    index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)
-    wrapped = (index * index * jnp.uint32(0x9E3779B1)).astype(jnp.int32)
-    return (wrapped.astype(dtype) / 2.0**31).reshape(rows, width)
-
-
-_ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "qr": orthonormalize_qr,
-    "cholesky": orthonormalize_cholesky,
-}
 
 
 def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -388,11 +182,6 @@ def tail_error(
     beyond = jnp.sum(jnp.where(np.arange(energies.shape[0]) < rank, 0, energies))
     norm_squared = residual_energy + jnp.sum(energies)
     return jnp.sqrt((residual_energy + beyond) / jnp.where(norm_squared == 0, 1, norm_squared))
-
-
-def column_energies(matrix: jax.Array) -> jax.Array:
-    """Squared norm of each column of an (n, width) matrix."""
-    return jnp.sum(jnp.square(matrix), axis=0)
 
 
 def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from adapprox_jax.boxes import content, is_box, is_flax_node
+from adapprox_jax.validation import require_function
 
 
 class MatrixDimensionNumbers(NamedTuple):
@@ -124,6 +125,7 @@ def resolve_dimension_numbers(
         given = jax.tree.map(
             lambda x: content(x) if is_flax_node(x) else x, given, is_leaf=_is_numbers
         )
+        check_dimension_numbers(given)
     try:
         return jax.tree.map(
             lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree, is_leaf=is_box),
@@ -136,6 +138,18 @@ def resolve_dimension_numbers(
             f"weight_dimension_numbers is {given!r}; allowed: None, MatrixDimensionNumbers, a tree"
             " of them that is a prefix of the parameters, or a function to such a tree."
         ) from error
+
+
+def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
+    """Raises ValueError where `weight_dimension_numbers` is neither a function nor a fit tree."""
+    allowed = "a function of the parameters, None, or MatrixDimensionNumbers, alone or in a tree"
+    if callable(given) and not is_flax_node(given):
+        require_function("weight_dimension_numbers", given, allowed)
+        return
+    for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
+        number = content(leaf) if is_flax_node(leaf) else leaf
+        if not (number is None or isinstance(number, MatrixDimensionNumbers)):
+            raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {allowed}.")
 
 
 def _is_numbers(x: Any) -> bool:
@@ -180,14 +194,16 @@ def _default_axes(shape: tuple[int, ...]) -> list[int]:
 
 
 def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
-    listed = (int(axes),) if isinstance(axes, int | np.integer) else tuple(axes)
+    listed = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     for axis in listed:
+        if not isinstance(axis, int | np.integer):
+            raise ValueError(f"weight_dimension_numbers names axis {axis!r}; allowed: integers.")
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"weight_dimension_numbers names axis {axis}; a leaf of shape {shape} has"
                 f" {len(shape)} axes."
             )
-    return tuple(axis % len(shape) for axis in listed)
+    return tuple(int(axis) % len(shape) for axis in listed)
 
 
 def _size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:

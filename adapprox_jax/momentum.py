@@ -11,13 +11,20 @@ from adapprox_jax.boxes import is_box, map_unboxed, rebox, rebox_axes, unbox
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
+    check_dimension_numbers,
     matrix_axes,
     resolve_dimension_numbers,
 )
-from adapprox_jax.quantization import BLOCK, dequantize, quantize, quantized_like
+from adapprox_jax.quantization import (
+    BLOCK,
+    dequantize,
+    quantize,
+    quantized_like,
+    uniform_noise,
+)
 from adapprox_jax.sharding import full_along, with_automatic_axes
 from adapprox_jax.tree_checks import check_state, check_trees, leaf_name
-from adapprox_jax.validation import require
+from adapprox_jax.validation import require, require_flag
 
 _SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and may matter
 
@@ -27,6 +34,7 @@ class GuidedEmaState(NamedTuple):
 
     mu: Any  # running average of the updates, with the structure and shapes of the parameters
     scale: Any = ()  # of an average in 8 or 4 bits: of each block of `mu`, which then holds codes
+    count: Any = ()  # likewise, int32 scalar: updates so far, which the rounding's noise depends on
 
 
 def guided_ema(
@@ -74,6 +82,8 @@ def guided_ema(
     docs/algorithm.md, 4 and 6.
     """
     require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require_flag("cosine_guidance", cosine_guidance)
+    check_dimension_numbers(weight_dimension_numbers)
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
@@ -85,7 +95,8 @@ def guided_ema(
         if bits is None:
             return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype))
         zeros = jax.tree.map(partial(_zero_codes, bits=bits), params, is_leaf=is_box)
-        return GuidedEmaState(*_unzip(params, zeros, 2))
+        mu, scale = _unzip(params, zeros, 2)
+        return GuidedEmaState(mu, scale, count=jnp.zeros([], jnp.int32))
 
     def update(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
@@ -100,8 +111,9 @@ def guided_ema(
                 " with another mu_dtype?"
             )
         no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
+        count = () if bits is None else optax.safe_increment(state.count)
         results = jax.tree_util.tree_map_with_path(
-            partial(_average_leaf, b1=b1, bits=bits),
+            partial(_average_leaf, b1=b1, bits=bits, count=count),
             updates,
             state.mu,
             no_scales if bits is None else state.scale,
@@ -113,7 +125,7 @@ def guided_ema(
             numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
             averages = map_unboxed(lambda a, u, n: a * factor(u, a, n), averages, updates, numbers)
         averages = optax.tree.cast_like(averages, updates)
-        return averages, GuidedEmaState(mu, () if bits is None else scale)
+        return averages, GuidedEmaState(mu, () if bits is None else scale, count=count)
 
     return optax.GradientTransformation(init, update)
 
@@ -138,7 +150,7 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
     scales = like.scale if _has_scales(like) else no_scales
     stored = jax.tree.map(store, average, like.mu, scales, is_leaf=is_box)
     mu, scale = _unzip(average, stored, 2)
-    return GuidedEmaState(mu, scale if _has_scales(like) else ())
+    return like._replace(mu=mu, scale=scale if _has_scales(like) else ())
 
 
 def _has_scales(state: GuidedEmaState) -> bool:
@@ -182,7 +194,14 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
 
 
 def _average_leaf(
-    path: Any, update: Any, mu: Any, scale: Any, *, b1: jax.typing.ArrayLike, bits: int | None
+    path: Any,
+    update: Any,
+    mu: Any,
+    scale: Any,
+    *,
+    b1: jax.typing.ArrayLike,
+    bits: int | None,
+    count: Any,
 ) -> tuple[Any, Any, Any]:
     """The new average of one leaf, float32 or wider, and what is stored of it."""
     given, kept, scales = unbox(update), unbox(mu), unbox(scale)
@@ -193,16 +212,17 @@ def _average_leaf(
         return rebox(update, average), rebox(mu, average.astype(kept.dtype)), scale
 
     def coded(
-        given: jax.Array, kept: jax.Array, scales: jax.Array, bits: int = bits
+        given: jax.Array, kept: jax.Array, scales: jax.Array, count: jax.Array, bits: int = bits
     ) -> tuple[jax.Array, ...]:
         previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
         average = jnp.asarray(b1 * previous + (1 - b1) * given)
-        return average, *quantize(average, bits)
+        # To the nearest code, a slow change of the average would be lost.
+        return average, *quantize(average, bits, uniform_noise(given.shape, count))
 
     codes_like = quantized_like(given.shape, bits)[0]
     _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
     operands = given, kept, scales
-    average, codes, scales = with_automatic_axes(coded, operands)(*operands)
+    average, codes, scales = with_automatic_axes(coded, operands)(*operands, count)
     return rebox(update, average), rebox(mu, codes), rebox(scale, scales)
 
 

@@ -6,21 +6,23 @@ import jax
 import numpy as np
 import optax
 
+from adapprox_jax.approximation import Approximate
 from adapprox_jax.clipping import clip_by_matrix_rms
-from adapprox_jax.low_rank import Orthogonalization
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
-from adapprox_jax.rank import RankGrowth, sigmoid_growth
-from adapprox_jax.second_moment import Approximate, ErrorThreshold, scale_by_adapprox
-from adapprox_jax.validation import is_zero, require
+from adapprox_jax.rank import PAPERS_GROWTH
+from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
+from adapprox_jax.settings import Orthogonalization, RankGrowth
+from adapprox_jax.validation import is_zero, require, require_flag
 
-# The second-moment keywords with the paper's values and Algorithm 1 as printed.
+# The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
+# decays are not among them.
 PAPER: dict[str, Any] = {
     "initial_rank": 1,
     "max_rank": 0.25,
     "error_threshold": 0.01,
     "rank_interval": 10,
-    "rank_growth": sigmoid_growth(),
+    "rank_growth": PAPERS_GROWTH,
     "power_iterations": 5,
     "oversampling": 5,
     "rotate": False,
@@ -29,24 +31,6 @@ PAPER: dict[str, Any] = {
     "orthogonalization": "qr",
     "min_dim_size_to_factor": 1,
 }
-
-# What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, and what
-# can be called without being a schedule, as types can.
-STATIC_ARGS = (
-    "mu_dtype",
-    "mask",
-    "initial_rank",
-    "max_rank",
-    "rank_interval",
-    "rank_growth",
-    "rank_margin",
-    "power_iterations",
-    "oversampling",
-    "min_dim_size_to_factor",
-    "weight_dimension_numbers",
-    "factor_dtype",
-    "key",
-)
 
 
 def adapprox(
@@ -148,6 +132,14 @@ def adapprox(
         require("clipping_threshold", clipping_threshold, lambda x: x > 0, allowed)
     allowed = "a number of at least 1"
     require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
+    require_flag("cosine_guidance", cosine_guidance)
+    require_flag("bias_correction", bias_correction)
+    if callable(b1):
+        raise ValueError(
+            f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
+            " optax.inject_hyperparams leave 'b1' out of static_args."
+        )
+    require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
     if clipping_threshold is None and not bias_correction:
         raise ValueError(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"

@@ -1,4 +1,4 @@
-"""Arrays in 8 or 4 bits a number, with one scale for each block of 32 along the last axis."""
+"""Arrays in fewer bits: 8 or 4 with a scale for each block of 32, or bfloat16 by chance."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ _LARGEST_SCALE = 3.3895313892515355e38  # float32 goes a little further
 _CODE_DTYPES = {8: jnp.int8, 4: jnp.uint8}  # two numbers of 4 bits lie in one byte
 
 
-def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
+def quantize(
+    array: jax.Array, bits: int = 8, noise: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Rounds an array to signed codes of 8 or 4 bits.
 
     A number x of a block with largest magnitude s has the code round(c sign(x) sqrt(|x| / s)) with
@@ -21,6 +23,9 @@ def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
     Args:
       array: (..., n), real.
       bits: 8 or 4.
+      noise: Random numbers in [0, 1) of the shape of the array: it is rounded up or down with the
+        odds at which what the codes stand for is right on average, as an average that is stored
+        again and again has to be. None: to the nearest code.
 
     Returns:
       Codes: int8 (..., n), or uint8 (..., n / 2 rounded up). Scales: bfloat16 (..., n / 32 rounded
@@ -46,13 +51,24 @@ def quantize(array: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
     scales = jnp.where(
         jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, _LARGEST_SCALE)
     )
-    scales = scales.astype(_SCALE_DTYPE)
+    if noise is None:
+        scales = scales.astype(_SCALE_DTYPE)
+    else:  # up: a number beyond its scale would be cut off
+        ones = jnp.full(scales.shape, 0xFFFF, jnp.uint16)
+        scales = jnp.where(jnp.isinf(scales), jnp.inf, round_stochastically(scales, ones))
+        scales = scales.astype(_SCALE_DTYPE)
     # An eighth of both: the reciprocal of the largest numbers would count as zero.
     wide = scales.astype(jnp.float32)[..., None] / 8
     unit = blocks / 8 / jnp.where(wide == 0, 1, wide)
     largest = 2 ** (bits - 1) - 1
-    codes = jnp.round(largest * jnp.sign(unit) * jnp.sqrt(jnp.abs(unit)))
-    codes = jnp.clip(codes, -largest, largest)  # a scale may have been rounded down
+    exact = largest * jnp.sign(unit) * jnp.sqrt(jnp.abs(unit))
+    if noise is None:
+        codes = jnp.round(exact)
+        codes = jnp.clip(codes, -largest, largest)  # a scale may have been rounded down
+    else:
+        below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
+        low, high = (jnp.sign(code) * jnp.square(code / largest) for code in (below, below + 1))
+        codes = below + (_in_blocks(noise) < (unit - low) / (high - low))
     codes = codes.astype(jnp.int8).reshape(*array.shape[:-1], -1)[..., : n + n % 2]
     return (codes[..., :n] if bits == 8 else _packed(codes)), scales
 
@@ -88,6 +104,45 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     unit = _in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
     numbers = jnp.sign(unit) * jnp.square(unit) * scales.astype(jnp.float32)[..., None]
     return numbers.reshape(*codes.shape[:-1], -1)[..., :n]
+
+
+def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds to bfloat16, up or down with the odds that keep the expectation.
+
+    Rounded to the nearest, an average that moves by less than half of its last bit a step stands
+    still.
+
+    Args:
+      array: Real, of any shape.
+      bits: Random uint16 of that shape.
+
+    Returns:
+      bfloat16 of that shape; what is not finite stays as it is.
+    """
+    single = array.astype(jnp.float32)
+    words = jax.lax.bitcast_convert_type(single, jnp.uint32) + bits.astype(jnp.uint32)
+    # The upper half of a float32 is the bfloat16 below it in magnitude.
+    rounded = jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return jnp.where(jnp.isfinite(single), rounded, single.astype(jnp.bfloat16))
+
+
+def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
+    """Numbers in [0, 1) that look random, others for every count.
+
+    A hash of position and count and no random generator, which would take longer than all else
+    that is done with an average.
+
+    Args:
+      shape: Of the result.
+      count: Integer scalar.
+    """
+    words = count.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    for axis, size in enumerate(shape):  # position by position, so that a sharding is kept
+        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        words = (words + along) * jnp.uint32(0x9E3779B1) if size else words
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return ((words ^ (words >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def quantized_like(

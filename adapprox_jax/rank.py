@@ -1,27 +1,23 @@
-"""The rank of one matrix: how large it may become, how it grows, and the adaptive factorization."""
+"""The rank of one matrix: how it grows, how it is chosen, and the factorization at that rank."""
 
-import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.low_rank import (
-    MatrixProducts,
-    Orthogonalization,
-    column_energies,
     mask_columns,
     rotate_to_principal,
     subspace_iteration,
     tail_error,
 )
-from adapprox_jax.validation import require
-
-RankGrowth: TypeAlias = Callable[[jax.Array], jax.Array]
-_SMALLEST_SIZE = 16
+from adapprox_jax.products import MatrixProducts, column_energies
+from adapprox_jax.quantization import round_stochastically
+from adapprox_jax.settings import RankGrowth, RankRule, Subspace
+from adapprox_jax.validation import require, require_scalar
 
 
 class Factors(NamedTuple):
@@ -31,6 +27,15 @@ class Factors(NamedTuple):
     u: jax.Array  # (n, capacity)
     rank: jax.Array  # int32 scalar, columns in use
     error: jax.Array  # float32 scalar, the paper's xi when it was measured last
+
+
+class Decomposition(NamedTuple):
+    """What one subspace iteration finds of A, for every rank up to its width."""
+
+    q: jax.Array  # (m, capacity), orthonormal; zero beyond the columns worked on
+    u: jax.Array  # (n, capacity), A^T q
+    energies: jax.Array  # squared norms of all columns worked on, zero beyond
+    residual: jax.Array  # ||A - q u^T||^2 of all columns worked on, 0 where it was not asked for
 
 
 def sigmoid_growth(
@@ -71,6 +76,10 @@ def sigmoid_growth(
     return growth
 
 
+# One function for all optimizers that name none, so that they share what is compiled.
+PAPERS_GROWTH = sigmoid_growth()
+
+
 def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.Array]:
     """An error threshold that asks for no more than an average over the steps so far can know.
 
@@ -109,201 +118,187 @@ def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.
     return threshold
 
 
-def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
-    """Columns of the factor buffers of a (rows, columns) matrix.
-
-    Args:
-      max_rank: The paper's k_max: an int, or a float as a fraction of min(rows, columns), rounded
-        down.
-      rows: Rows of the matrix.
-      columns: Columns of the matrix.
-
-    Returns:
-      An int from 1 to min(rows, columns).
-    """
-    short = min(rows, columns)
-    rank = math.floor(max_rank * short) if isinstance(max_rank, float) else max_rank
-    return max(1, min(rank, short))
-
-
-def first_rank(initial_rank: int | None, capacity: int) -> int:
-    """k_init cut to the buffers; all columns where none is given: the rank is fixed then."""
-    return capacity if initial_rank is None else min(initial_rank, capacity)
-
-
-def work_sizes(capacity: int, rows: int, initial_rank: int | None) -> tuple[int, ...]:
-    """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
-
-    A rank is worked on with as many columns as the next of these has, whatever the buffers hold, so
-    that the cost follows the rank in use and nothing depends on the buffers.
-
-    Args:
-      capacity: Columns of the buffers.
-      rows: The shorter side of the matrix.
-      initial_rank: k_init. None, or `capacity` and above: the rank is fixed.
-
-    Returns:
-      Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
-    """
-    if first_rank(initial_rank, capacity) == capacity:
-        return (capacity,)
-    sizes = [_SMALLEST_SIZE]
-    while sizes[-1] < capacity:
-        sizes.append(4 * sizes[-1])
-    return tuple(min(size, rows) for size in sizes)
-
-
-def adaptive_srsi(
-    products: MatrixProducts,
-    start_of: Callable[[int], jax.Array],
-    first_image: jax.Array,
-    previous_q: jax.Array,
-    previous_u: jax.Array,
-    previous_rank: jax.Array,
-    previous_error: jax.Array,
-    step: jax.Array,
-    *,
-    initial_rank: int | None,
-    error_threshold: jax.typing.ArrayLike,
-    rank_interval: int,
-    rank_growth: RankGrowth,
-    rank_margin: int,
-    power_iterations: int,
-    width_of: Callable[[int, int], int],
-    rotate: bool,
-    orthogonalization: Orthogonalization,
-    factor_dtype: jax.typing.DTypeLike,
-) -> tuple[Factors, jax.Array]:
-    """Factors a matrix by S-RSI at the rank in use, or at one chosen anew every few steps.
-
-    One subspace iteration tells the error at every rank up to its width (`low_rank.tail_error`),
-    so that a choice of rank costs no more than a step without one, as long as it stays within one
-    of `work_sizes`.
+def decompose(
+    products: MatrixProducts, image: jax.Array, subspace: Subspace, measured: jax.Array
+) -> Decomposition:
+    """Algorithm 1 at the width of an image, with what tells the error at every rank.
 
     Args:
       products: Of A, (m, n), float32 or wider, of a scale at which its square neither overflows nor
         vanishes.
-      start_of: From a width to a start (n, width), whose first columns do not depend on it.
-      first_image: A times the start of the first of `work_widths`.
-      previous_q: q of the last step, (m, capacity): its width is the largest rank.
-      previous_u: u of the last step, (n, capacity).
-      previous_rank: Columns in use, int scalar.
-      previous_error: The error when it was measured last, a scalar.
-      step: t, from 1, int scalar. Where (t - 1) mod rank_interval = 0 the error is measured, and
-        the rank chosen if it is not fixed.
-      initial_rank: k_init, the first rank tried. None, or `capacity` and above: the rank is fixed.
-      error_threshold: xi_thresh: the rank grows while the error is above it.
-      rank_interval: Delta s, steps between choices of the rank.
-      rank_growth: f, from the error to the columns to add; at least 1 is added.
-      rank_margin: Columns kept beyond the rank at which the error is low enough.
-      power_iterations: l.
-      width_of: Columns worked on for a size and m: `work_width` with its p.
-      rotate: Take the best k of the columns worked on; else the first k, as printed.
-      orthogonalization: "qr" or "cholesky".
-      factor_dtype: Type in which q and u are kept. The error counts the rounding.
+      image: A times the start, (m, width).
+      subspace: How to go on from there.
+      measured: Whether the residual is asked for: it costs a sweep.
 
     Returns:
-      The factors with their rank and error, and ||q u^T||.
+      Factors and energies of `width` columns.
+    """
+    q = subspace_iteration(products, image, subspace.power_iterations, subspace.orthogonalization)
+    u = products.project(q)
+    residual = residual_energy(products, q, u, measured)
+    if subspace.rotate:
+        q, u = rotate_to_principal(q, u)
+    return Decomposition(q, u, column_energies(u), residual)
+
+
+def residual_energy(
+    products: MatrixProducts, q: jax.Array, u: jax.Array, measured: jax.Array
+) -> jax.Array:
+    """||A - q u^T||^2 where it is asked for, else 0: it costs a sweep."""
+    zero = jnp.zeros_like(q[0, 0])
+    return jax.lax.cond(measured, products.residual_energy, lambda *_: zero, q, u)
+
+
+def choose_rank(
+    energies: jax.Array,
+    residual: jax.Array,
+    wanted: jax.Array,
+    size: jax.typing.ArrayLike,
+    capacity: int,
+    error_threshold: jax.typing.ArrayLike,
+    rule: RankRule,
+) -> jax.Array:
+    """Algorithm 2's loop, as far as one decomposition can tell: the first rank that will do.
+
+    Args:
+      energies: Squared norms of the columns, zero beyond those worked on.
+      residual: ||A - q u^T||^2 of all of them.
+      wanted: The rank to begin with, int32 scalar.
+      size: The largest rank that the decomposition was made for.
+      capacity: The largest rank.
+      error_threshold: xi_thresh: the rank grows while the error is above it. NaN: to the largest.
+      rule: Growth and margin.
+
+    Returns:
+      An int32 scalar: the rank, or one above `size`, for which there must be more columns.
+
+    Raises:
+      ValueError: the growth is not one number.
+    """
+
+    def error_without_margin(rank: jax.Array) -> jax.Array:
+        return tail_error(energies, residual, jnp.maximum(rank - rule.rank_margin, 1))
+
+    def is_too_small(rank: jax.Array) -> jax.Array:
+        above = (error_without_margin(rank) > error_threshold) | jnp.isnan(error_threshold)
+        return (rank <= size) & above & (rank < capacity)
+
+    def grown(rank: jax.Array) -> jax.Array:
+        given = rule.rank_growth(error_without_margin(rank))
+        require_scalar("rank_growth", given)
+        more = jnp.asarray(given)
+        more = jnp.where(more >= 1, jnp.minimum(more, capacity), 1)  # 1 also where it is NaN
+        return jnp.minimum(rank + more.astype(jnp.int32), capacity)
+
+    return jax.lax.while_loop(is_too_small, grown, wanted)
+
+
+def truncate(
+    decomposition: Decomposition,
+    rank: jax.Array,
+    products: MatrixProducts,
+    measured: jax.Array,
+    like: Factors,
+    rounding: tuple[jax.Array, jax.Array] | None,
+) -> tuple[Factors, jax.Array]:
+    """The first columns of a decomposition as factors, and what they leave out.
+
+    Args:
+      decomposition: Of A.
+      rank: Columns to keep, int32 scalar.
+      products: Of A.
+      measured: Whether the error is to be measured.
+      like: The last factors, whose type these get, and whose error stands where none is measured.
+      rounding: Random bits for q and for u where that type is bfloat16.
+
+    Returns:
+      The factors, and ||q u^T||.
+    """
+    q, u, energies, residual = decomposition
+    q, u = (mask_columns(x, rank) for x in (q, u))
+    error = tail_error(energies, residual, rank)
+    if rounding is None:
+        kept_q, kept_u = q.astype(like.q.dtype), u.astype(like.u.dtype)
+    else:
+        kept_q, kept_u = map(round_stochastically, (q, u), rounding)
+    if kept_q.dtype != q.dtype:
+        wide = kept_q.astype(q.dtype), kept_u.astype(u.dtype)
+        left_out = residual_energy(products, *wide, measured)
+        norm_squared = residual + jnp.sum(energies)
+        error = jnp.sqrt(left_out / jnp.where(norm_squared == 0, 1, norm_squared))
+    error = jnp.where(measured, error.astype(jnp.float32), like.error)
+    norm = jnp.sqrt(jnp.sum(jnp.where(np.arange(energies.shape[0]) < rank, energies, 0)))
+    return Factors(kept_q, kept_u, rank, error), norm
+
+
+def decompose_at_rank(
+    products: MatrixProducts,
+    start_of: Callable[[int], jax.Array],
+    first_image: jax.Array,
+    previous: Factors,
+    measured: jax.Array,
+    error_threshold: jax.typing.ArrayLike,
+    rule: RankRule,
+    subspace: Subspace,
+) -> tuple[Decomposition, jax.Array]:
+    """Decomposes a matrix at the rank in use, or at one chosen anew.
+
+    One decomposition tells the error at every rank up to its width (`low_rank.tail_error`), so that
+    a choice of rank costs no more than a step without one, as long as it stays within one of the
+    rule's sizes.
+
+    Args:
+      products: Of A, (m, n), as for `decompose`.
+      start_of: From a width to a start (n, width), whose first columns do not depend on it.
+      first_image: A times the start of the first of the rule's sizes.
+      previous: The last factors; the width of their buffers is the largest rank.
+      measured: Whether this is a step that measures the error, and chooses the rank if it is not
+        fixed.
+      error_threshold: xi_thresh.
+      rule: Which ranks there may be.
+      subspace: How to factor.
+
+    Returns:
+      The decomposition, in buffers, and the rank, an int32 scalar.
 
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
-    rows, capacity = previous_q.shape
-    sizes = work_sizes(capacity, rows, initial_rank)
-    start_rank = first_rank(initial_rank, capacity)
-    widest = width_of(sizes[-1], rows)
-    measured = (step - 1) % rank_interval == 0
+    rows, capacity = previous.q.shape
+    sizes = rule.sizes(capacity, rows)
+    widest = subspace.width(sizes[-1], rows)
 
-    def residual_energy(q: jax.Array, u: jax.Array) -> jax.Array:
-        """||A - q u^T||^2 where the error is measured, else 0: it costs a sweep."""
-        zero = jnp.zeros((), q.dtype)
-        return jax.lax.cond(measured, products.residual_energy, lambda *_: zero, q, u)
-
-    def decompose(size: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        width = width_of(size, rows)
+    def at_size(size: int) -> Decomposition:
+        width = subspace.width(size, rows)
         known = width == first_image.shape[1]
         image = first_image if known else products.image(start_of(width))
-        q = subspace_iteration(products, image, power_iterations, orthogonalization)
-        u = products.project(q)
-        residual = residual_energy(q, u)
-        if rotate:
-            q, u = rotate_to_principal(q, u)
-        energies = _fit(column_energies(u), widest)
-        return _fit(q, capacity), _fit(u, capacity), energies, residual
+        found = decompose(products, image, subspace, measured)
+        q, u = (_fit(x, capacity) for x in (found.q, found.u))
+        return Decomposition(q, u, _fit(found.energies, widest), found.residual)
 
-    def finished(
-        q: jax.Array, u: jax.Array, energies: jax.Array, residual: jax.Array, rank: jax.Array
-    ) -> tuple[Factors, jax.Array]:
-        q, u = (mask_columns(x, rank) for x in (q, u))
-        kept_q, kept_u = q.astype(factor_dtype), u.astype(factor_dtype)
-        error = tail_error(energies, residual, rank)
-        if kept_q.dtype != q.dtype:
-            left_out = residual_energy(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
-            norm_squared = residual + jnp.sum(energies)
-            error = jnp.sqrt(left_out / jnp.where(norm_squared == 0, 1, norm_squared))
-        error = jnp.where(measured, error.astype(jnp.float32), previous_error)
-        norm = jnp.sqrt(jnp.sum(jnp.where(np.arange(widest) < rank, energies, 0)))
-        return Factors(kept_q, kept_u, rank, error), norm
-
-    if start_rank == capacity:
-        return finished(*decompose(capacity), jnp.asarray(capacity, jnp.int32))
+    if rule.first(capacity) == capacity:
+        return at_size(capacity), jnp.full_like(previous.rank, capacity)
 
     def attempt(carry: Any) -> Any:
         """The first rank from the one wanted on that will do, or that needs a larger size."""
         *_, wanted = carry
         index = size_index(sizes, wanted)
         size = sum((index == i) * size for i, size in enumerate(sizes))
-        branches = [partial(decompose, size) for size in sizes]
-        q, u, energies, residual = jax.lax.switch(index, branches)
+        found = jax.lax.switch(index, [partial(at_size, size) for size in sizes])
+        of_found = found.energies, found.residual
+        chosen = choose_rank(*of_found, wanted, size, capacity, threshold, rule)
+        return found, jnp.minimum(chosen, size), chosen
 
-        def error_without_margin(rank: jax.Array) -> jax.Array:
-            return tail_error(energies, residual, jnp.maximum(rank - rank_margin, 1))
-
-        def too_small(rank: jax.Array) -> jax.Array:
-            above = error_without_margin(rank) > error_threshold
-            return (rank <= size) & measured & above & (rank < capacity)
-
-        def grown(rank: jax.Array) -> jax.Array:
-            more = jnp.maximum(rank_growth(error_without_margin(rank)), 1).astype(jnp.int32)
-            return jnp.minimum(rank + more, capacity)
-
-        wanted = jax.lax.while_loop(too_small, grown, wanted)
-        return q, u, energies, residual, jnp.minimum(wanted, size), wanted
-
-    chosen_first = min(start_rank + rank_margin, capacity)
-    first = jnp.where(measured, chosen_first, previous_rank).astype(jnp.int32)
-    zeros = (jnp.zeros(shape, previous_u.dtype) for shape in (widest, ()))
-    nothing = (previous_q, previous_u, *zeros, jnp.int32(0), first)
-    *results, _ = jax.lax.while_loop(lambda carry: carry[-2] < carry[-1], attempt, nothing)
-    return finished(*results)
-
-
-def work_width(size: int, rows: int, oversampling: int, rotate: bool) -> int:
-    """Columns worked on for ranks up to `size`: p more, at most `rows` in all.
-
-    As printed, oversampling changes nothing: without the rotation the columns beyond need not
-    exist.
-    """
-    return min(size + (oversampling if rotate else 0), rows)
-
-
-def warm_start(
-    start: jax.Array,
-    previous_u: jax.Array,
-    known: jax.Array,
-    inverse_scale: jax.typing.ArrayLike,
-) -> jax.Array:
-    """A start (n, width) with the columns of `previous_u` over its first.
-
-    Args:
-      start: (n, width).
-      previous_u: (n, capacity).
-      known: How many of its columns there are, int scalar.
-      inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
-    """
-    covered = min(start.shape[1], previous_u.shape[1])
-    unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
-    first = jnp.where(np.arange(covered) < known, unit_u, start[:, :covered])
-    return jnp.concatenate([first, start[:, covered:]], axis=1)
+    threshold = jnp.where(measured, error_threshold, jnp.inf)
+    chosen_first = min(rule.first(capacity) + rule.rank_margin, capacity)
+    first = jnp.where(measured, chosen_first, previous.rank).astype(jnp.int32)
+    energies, residual = (jnp.zeros_like(previous.u, shape=shape) for shape in ((widest,), ()))
+    first_carry = (
+        Decomposition(previous.q, previous.u, energies, residual),
+        jnp.zeros_like(first),
+        first,
+    )
+    found, rank, _ = jax.lax.while_loop(lambda carry: carry[1] < carry[2], attempt, first_carry)
+    return found, rank
 
 
 def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:

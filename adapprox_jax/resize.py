@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.boxes import rebox, unbox
 from adapprox_jax.inspect import rank_report
-from adapprox_jax.leaf_state import LeafState
-from adapprox_jax.rank import resolve_capacity
-from adapprox_jax.second_moment import ScaleByAdapproxState, as_trees
-from adapprox_jax.validation import require, require_integer
+from adapprox_jax.settings import require_max_rank, resolve_capacity
+from adapprox_jax.state import LeafState, ScaleByAdapproxState, leaf_states, state_of
+from adapprox_jax.tree_checks import check_concrete
+from adapprox_jax.validation import require_flag, require_integer
 
 
 def resize(
@@ -34,15 +34,16 @@ def resize(
         or a dict from paths, as in `rank_report`, to these, for some. Cut to what is smaller than a
         dense second moment.
       truncate: Whether columns in use may be dropped, the last ones, which are the smallest unless
-        `rotate` is False. The error and the bound of the distance from the exact second moment then
-        grow by what is lost.
+        `rotate` is False. The error and the estimate of the distance from the exact second moment
+        then grow by what is lost.
 
     Returns:
       The state with new buffers.
 
     Raises:
       ValueError: a width is out of range, a path is not in the state, the state has no factored
-        leaf, or columns in use would be dropped without `truncate`. Nothing is changed then.
+        leaf or traced arrays, or columns in use would be dropped without `truncate`. Nothing is
+        changed then.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -54,31 +55,29 @@ def resize(
     """
     for name, width in max_rank.items() if isinstance(max_rank, Mapping) else [("", max_rank)]:
         where = f"max_rank[{name!r}]" if name else "max_rank"
-        if isinstance(width, float):
-            require(where, width, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
-        else:
-            require_integer(where, width, 1)
+        require_max_rank(where, width)
+    require_flag("truncate", truncate)
+    check_concrete("resize", opt_state)
     known: set[str] = set()
 
-    def resize_leaf(path: Any, *fields: Any) -> LeafState:
-        leaf, name = LeafState(*map(unbox, fields)), jax.tree_util.keystr(path)
-        if leaf.q.ndim < leaf.rank.ndim + 2:  # dense, also in a state that `jax.vmap` has stacked
-            return LeafState(*fields)
+    def resize_leaf(path: Any, boxed: LeafState) -> LeafState:
+        leaf, name = LeafState(*map(unbox, boxed)), jax.tree_util.keystr(path)
+        if not leaf.is_factored:
+            return boxed
         known.add(name)
         width = max_rank.get(name) if isinstance(max_rank, Mapping) else max_rank
         if width is None:
-            return LeafState(*fields)
-        rows, columns = leaf.q.shape[-2], leaf.u.shape[-2]
-        widest = (rows * columns - 1) // (rows + columns)  # that is smaller than a dense one
-        capacity = min(resolve_capacity(width, rows, columns), widest)
-        return LeafState(*map(rebox, fields, _resize_leaf(name, leaf, capacity, truncate)))
+            return boxed
+        capacity = resolve_capacity(width, leaf.q.shape[-2], leaf.u.shape[-2])
+        return LeafState(*map(rebox, boxed, _resize_leaf(name, leaf, capacity, truncate)))
 
     def resize_state(state: Any) -> Any:
         if not isinstance(state, ScaleByAdapproxState):
             return state
-        fields = (getattr(state, name) for name in LeafState._fields)
-        leaves = jax.tree_util.tree_map_with_path(resize_leaf, *fields, is_leaf=is_box)
-        return ScaleByAdapproxState(state.count, state.key, *as_trees(state.q, leaves))
+        leaves = jax.tree_util.tree_map_with_path(
+            resize_leaf, leaf_states(state), is_leaf=lambda x: isinstance(x, LeafState)
+        )
+        return state_of(state.count, state.key, leaves)
 
     resized = jax.tree.map(
         resize_state, opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState)
@@ -118,7 +117,7 @@ def grow(
       The state: as it was if no leaf is full, or if the largest size is in use.
 
     Raises:
-      ValueError: a size is no integer above the one before.
+      ValueError: a size is no integer above the one before, or the arrays are traced.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -128,7 +127,9 @@ def grow(
       >>> adapprox_jax.rank_report(state, params)["['kernel']"].capacity
       8
     """
-    sizes = tuple(sizes)
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
+        raise ValueError(f"sizes is {sizes!r}; allowed: a sequence of rising integers.")
+    check_concrete("grow", opt_state)
     for i, size in enumerate(sizes):
         require_integer(f"sizes[{i}]", size, sizes[i - 1] + 1 if i else 1)
     report = rank_report(opt_state, params)

@@ -65,6 +65,25 @@ def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Call
     return jax.sharding.auto_axes(function, out_sharding=out_sharding)
 
 
+def varying_alike(tree: Any) -> Any:
+    """The arrays of a tree, as varying over the devices of a `jax.shard_map` as any of them.
+
+    There the type of an array says over which axes of the mesh it varies, and the branches of a
+    `cond` and the carry of a loop must have one type. Elsewhere nothing changes.
+    """
+    leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+    alike = jnp.zeros((), bool)
+    for leaf in leaves:
+        alike |= jnp.zeros_like(leaf, bool, shape=())
+    return jax.tree.map(lambda leaf: jnp.where(alike, leaf, leaf), tree)
+
+
+def varies_no_more(array: jax.Array, like: jax.Array) -> bool:
+    """Whether `array` varies over no axis of a `jax.shard_map` that `like` does not vary over."""
+    alone = jnp.zeros_like(like, bool, shape=())
+    return bool(jax.typeof(alone) == jax.typeof(alone | jnp.zeros_like(array, bool, shape=())))
+
+
 def _explicit_sharding(leaf: Any) -> NamedSharding | None:
     """The sharding in the type of an array, or of an abstract one; None without explicit axes."""
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)

@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
         split = jax.lax.dynamic_update_index_in_dim(array.reshape(shape), tile, index, tile_dim)
         return split.reshape(array.shape)
 
-    def once(
+    def cache_if_whole(
         self, tile_of: Callable[[jax.typing.ArrayLike], jax.Array]
     ) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         """A function of a tile's index, called at once where there is one tile only."""
@@ -75,6 +75,7 @@ def tiling_of(shape: tuple[int, ...]) -> Tiling:
 def sweep(
     tiling: Tiling,
     function: Callable[[Any], tuple[Any, Any]],
+    like: jax.Array,
     dims: tuple[int, ...] = (),
     fill: jax.typing.ArrayLike = 0,
 ) -> tuple[Any, Any]:
@@ -83,6 +84,7 @@ def sweep(
     Args:
       tiling: The tiles.
       function: From the index of a tile to a tree of sums and a tuple of tiles of arrays.
+      like: An array that the results vary with over devices, under `jax.shard_map`.
       dims: Where each of those arrays has the longer side.
       fill: What they hold before: a number of this matrix's own, else XLA makes one array for all
         matrices and copies it.
@@ -96,7 +98,7 @@ def sweep(
 
     def whole(part: Any, dim: int) -> jax.Array:
         shape = (*part.shape[:dim], part.shape[dim] * tiling.tiles, *part.shape[dim + 1 :])
-        return jnp.full(shape, fill, part.dtype)
+        return jnp.full_like(like, fill, part.dtype, shape=shape)
 
     def one_tile(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         sums, wholes = carry
@@ -108,6 +110,6 @@ def sweep(
         ]
         return sums, tuple(put)
 
-    zeros = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), sums_like)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(like, x.dtype, shape=x.shape), sums_like)
     wholes = tuple(whole(part, dim) for part, dim in zip(parts_like, dims, strict=True))
     return jax.lax.fori_loop(0, tiling.tiles, one_tile, (zeros, wholes))

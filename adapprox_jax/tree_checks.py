@@ -17,12 +17,28 @@ def leaf_name(path: Any) -> str:
 def check_types(tree: Any, what: str) -> None:
     """Raises TypeError for the first leaf that is not of a real floating-point type."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box):
-        dtype = getattr(unbox(leaf), "dtype", type(leaf).__name__)
-        if not (isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)):
-            name = leaf_name(path)
+        dtype = getattr(unbox(leaf), "dtype", None)
+        if dtype is None:
             raise TypeError(
-                f"{name}: the {what} has type {dtype}; allowed: real floating-point types. Leave"
-                " other leaves out with optax.masked or optax.partition."
+                f"{leaf_name(path)}: the {what} is a Python {type(leaf).__name__}; allowed: arrays,"
+                " as jnp.asarray makes them."
+            )
+        is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+        if not (is_float and dtype.itemsize >= 2):
+            raise TypeError(
+                f"{leaf_name(path)}: the {what} has type {dtype}; allowed: real floating-point"
+                " types of 16 bits or more. Leave other leaves out with optax.masked or"
+                " optax.partition."
+            )
+
+
+def check_concrete(function: str, tree: Any) -> None:
+    """Raises ValueError where a function that works on the host is given traced arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.core.Tracer):
+            raise ValueError(
+                f"{function} got a traced array at {leaf_name(path)}; allowed: concrete arrays."
+                f" Call {function} between two steps, outside of jax.jit and the like."
             )
 
 
@@ -35,7 +51,7 @@ def check_state(state: Any, expected: type, transformation: str) -> None:
         )
 
 
-def check_trees(updates: Any, state_tree: Any) -> None:
+def check_trees(updates: Any, state_tree: Any, what: str = "the gradients") -> None:
     """Raises ValueError naming the first place where gradients and a state differ in structure."""
     given, expected = (
         {
@@ -48,7 +64,7 @@ def check_trees(updates: Any, state_tree: Any) -> None:
         got, wanted = given.get(name, "none"), expected.get(name, "none")
         if got != wanted:
             raise ValueError(
-                f"{name}: got {got} in the gradients; expected {wanted}, as in the parameters that"
+                f"{name}: got {got} in {what}; expected {wanted}, as in the parameters that"
                 " the state was made for."
             )
     structures: list[Any] = [
@@ -56,6 +72,6 @@ def check_trees(updates: Any, state_tree: Any) -> None:
     ]
     if structures[0] != structures[1]:
         raise ValueError(
-            f"the gradients are a tree {structures[0]}; expected {structures[1]}, as in the"
+            f"{what} are a tree {structures[0]}; expected {structures[1]}, as in the"
             " parameters that the state was made for."
         )

@@ -1,35 +1,39 @@
 """One-line errors for arguments out of range."""
 
+import inspect
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
 def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:
     """Raises ValueError naming the argument, its value and what is allowed.
 
-    JAX arrays pass: they may be traced (under `optax.inject_hyperparams`, say), and then there is
-    nothing to compare.
+    Traced values pass (under `optax.inject_hyperparams`, say): there is nothing to compare.
 
     Args:
       name: The argument's name.
-      value: Its value, a real number.
+      value: Its value, a real number or an array of no axes.
       holds: Whether a concrete value is allowed. NaN must not be.
       allowed: What is allowed, in words.
     """
-    if isinstance(value, jax.Array):
+    if isinstance(value, jax.core.Tracer):
         return
-    is_scalar_array = isinstance(value, np.ndarray) and value.ndim == 0
-    is_number = isinstance(value, numbers.Real) or is_scalar_array
-    if not (is_number and holds(value)):
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array and not getattr(value, "is_fully_addressable", True):
+        return
+    number = np.asarray(value)[()] if is_array and value.ndim == 0 else value
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool | np.bool_)
+    if not (is_number or _is_low_precision(number)) or not holds(number):
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
-def require_integer(name: str, value: Any, least: int) -> None:
-    """Raises ValueError unless `value` is a concrete integer of at least `least`."""
+def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
+    """Raises ValueError unless `value` is a concrete integer from `least` to `most`."""
     if isinstance(value, jax.Array):
         what = "traced" if isinstance(value, jax.core.Tracer) else "an array"
         raise ValueError(
@@ -37,16 +41,54 @@ def require_integer(name: str, value: Any, least: int) -> None:
             " optax.inject_hyperparams give static_args=adapprox_jax.STATIC_ARGS."
         )
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    if not (is_integer and value >= least):
-        raise ValueError(f"{name} is {value!r}; allowed: an integer of at least {least}.")
+    if not (is_integer and value >= least and (most is None or value <= most)):
+        upper = "of at least" if most is None else "from"
+        bounds = f"{upper} {least}" + ("" if most is None else f" to {most}")
+        raise ValueError(f"{name} is {value!r}; allowed: an integer {bounds}.")
 
 
 def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     """Raises ValueError unless `value` is one of `choices`."""
-    if value not in choices:
+    is_array = isinstance(value, jax.Array | np.ndarray)
+    if is_array or value not in choices:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, choices))}.")
+
+
+def require_flag(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        raise ValueError(f"{name} is {value!r}; allowed: True or False.")
+
+
+def require_function(name: str, value: Any, allowed: str) -> None:
+    """Raises ValueError unless `value` can be called with one argument and be hashed."""
+    fits = callable(value) and getattr(type(value), "__hash__", None) is not None
+    if fits:
+        try:
+            inspect.signature(value).bind(None)
+        except TypeError:
+            fits = False
+        except ValueError:  # a function that does not tell its arguments
+            pass
+    if not fits:
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
+
+
+def require_scalar(name: str, result: Any) -> None:
+    """Raises ValueError unless what the function `name` gave is one real number, traced or not."""
+    try:
+        dtype, shape = jnp.result_type(result), np.shape(result)
+    except TypeError:
+        raise ValueError(f"{name} gave {result!r}; allowed: one real number.") from None
+    if shape != () or jnp.issubdtype(dtype, np.complexfloating):
+        raise ValueError(f"{name} gave {dtype.name}{list(shape)}; allowed: one real number.")
 
 
 def is_zero(value: Any) -> bool:
     """Whether a hyperparameter is known to be zero: a concrete number, not an array."""
     return isinstance(value, numbers.Real) and value == 0
+
+
+def _is_low_precision(number: Any) -> bool:
+    """Whether a NumPy scalar is of a type such as bfloat16, which is no `numbers.Real`."""
+    return isinstance(number, np.generic) and jnp.issubdtype(number.dtype, np.floating)

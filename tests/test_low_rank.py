@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adapprox_jax
-from adapprox_jax import low_rank
+from adapprox_jax import low_rank, orthonormalize, random_start
+from adapprox_jax.products import column_energies, products_of, tiled_products
 from adapprox_jax.tiles import Tiling
 
 SPECTRA = {
@@ -102,9 +103,10 @@ def test_parallel_columns_are_turned_into_one(width, breaks_down, monkeypatch):
     u = jnp.asarray(direction * np.geomspace(1e-6, 1, width) * (-1) ** np.arange(width))
     q = jnp.eye(24, width)
     turned_q, turned_u = low_rank.rotate_to_principal(q, u)
-    np.testing.assert_allclose(turned_q @ turned_u.T, q @ u.T, atol=1e-5 * np.max(u))
+    np.testing.assert_allclose(turned_q @ turned_u.T, q @ u.T, atol=1e-5 * np.max(np.abs(u)))
     energies = np.sum(np.square(np.asarray(turned_u, np.float64)), axis=0)
-    assert np.all(np.diff(energies) <= 1e-12 * energies[0])
+    rounding = width * np.finfo(np.float32).eps
+    assert np.all(np.diff(energies) <= rounding**2 * energies[0])
     if not breaks_down:
         np.testing.assert_allclose(energies[0], np.sum(np.square(u)), rtol=1e-4)
 
@@ -136,8 +138,8 @@ def test_nothing_is_ever_non_finite(shape, rank, exponent, deficit, rotate, meth
 
 def test_wider_starts_begin_alike():
     def start(width, drawn_width, drawn_rows):
-        drawn = low_rank.draw_start(jax.random.key(3), drawn_rows, drawn_width)
-        return low_rank.start_columns(drawn, width, jnp.float32, 50)
+        drawn = random_start.draw_start(jax.random.key(3), drawn_rows, drawn_width)
+        return random_start.start_columns(drawn, width, jnp.float32, 50)
 
     np.testing.assert_array_equal(start(4, 4, 50), start(300, 300, 50)[:, :4])
     np.testing.assert_array_equal(start(20, 20, 90), start(300, 600, 90)[:, :20])
@@ -145,8 +147,8 @@ def test_wider_starts_begin_alike():
 
 def test_columns_of_a_start_are_standard_normal_and_uncorrelated():
     n, width = 20000, 40
-    drawn = low_rank.draw_start(jax.random.key(0), n, width)
-    start = np.asarray(low_rank.start_columns(drawn, width, jnp.float32))
+    drawn = random_start.draw_start(jax.random.key(0), n, width)
+    start = np.asarray(random_start.start_columns(drawn, width, jnp.float32))
     covariance = start.T @ start / n
     np.testing.assert_allclose(covariance, np.eye(width), atol=5 / np.sqrt(n))
     assert abs(np.mean(start**4) - 3) < 0.1
@@ -190,7 +192,7 @@ DEPENDENT = {
 def test_cholesky_needs_no_fallback(case):
     """Orthonormal to rounding, and the span holds the columns."""
     matrix = DEPENDENT[case](np.random.default_rng(0).normal(size=(40, 12)))
-    basis = jax.jit(low_rank.orthonormalize_cholesky)(jnp.asarray(matrix, jnp.float32))
+    basis = jax.jit(orthonormalize.orthonormalize_cholesky)(jnp.asarray(matrix, jnp.float32))
     basis = np.asarray(basis, np.float64)
     assert orthonormality(basis) <= 2e-6
     left_out = np.linalg.norm(matrix - basis @ (basis.T @ matrix))
@@ -201,9 +203,9 @@ def test_cholesky_needs_no_fallback(case):
 def test_cholesky_stops_once_orthonormal(width):
     """Rounding leaves more than 3 epsilon: rounds that wait for less than that never end."""
     matrix = jax.random.normal(jax.random.key(0), (768, width))
-    _, rounds = jax.jit(low_rank.cholesky_rounds)(matrix)
+    _, rounds = jax.jit(orthonormalize.cholesky_rounds)(matrix)
     assert int(rounds) <= 3
-    _, rounds = jax.jit(low_rank.cholesky_rounds)(matrix * 0.5 ** jnp.arange(width))
+    _, rounds = jax.jit(orthonormalize.cholesky_rounds)(matrix * 0.5 ** jnp.arange(width))
     assert int(rounds) <= 8
 
 
@@ -215,7 +217,7 @@ def test_products_are_the_same_in_tiles_and_along_both_axes(axis):
         jax.random.normal(jax.random.key(2), (16, 5)),
     )
     held, tiling = matrix if axis == 0 else matrix.T, Tiling(6, axis)
-    products = low_rank.tiled_products(lambda tile: tiling.take(held, 1 - axis, tile), tiling)
+    products = tiled_products(lambda tile: tiling.take(held, 1 - axis, tile), tiling)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     close(products.image(x), matrix @ x)
     close(products.normal_image(y), matrix @ (matrix.T @ y))
@@ -235,15 +237,15 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
     """Where the columns of u are far from orthogonal, too, as after one iteration."""
     shape = (len(singular_values), columns)
     matrix = jnp.asarray(with_spectrum(singular_values, shape), jnp.float32)
-    drawn = low_rank.draw_start(jax.random.key(2), columns, width)
-    start = low_rank.start_columns(drawn, width, jnp.float32)
-    products = low_rank.products_of(matrix)
+    drawn = random_start.draw_start(jax.random.key(2), columns, width)
+    start = random_start.start_columns(drawn, width, jnp.float32)
+    products = products_of(matrix)
     q = low_rank.subspace_iteration(products, products.image(start), iterations, "qr")
     u = products.project(q)
     residual = products.residual_energy(q, u)
     if rotate:
         q, u = low_rank.rotate_to_principal(q, u)
-    energies = low_rank.column_energies(u)
+    energies = column_energies(u)
     ranks = range(1, width + 1)
     errors = np.array([low_rank.tail_error(energies, residual, k) for k in ranks])
     true = [error(np.asarray(matrix, np.float64), q[:, :k], u[:, :k]) for k in ranks]

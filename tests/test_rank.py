@@ -1,5 +1,6 @@
 """Capacities and the adaptive factorization of one matrix."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,15 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.low_rank import draw_start, products_of, start_columns
-from adapprox_jax.rank import (
-    adaptive_srsi,
-    resolve_capacity,
-    sigmoid_growth,
-    warm_start,
-    work_sizes,
-    work_width,
-)
+from adapprox_jax.products import products_of
+from adapprox_jax.random_start import draw_start, start_columns, warm_start
+from adapprox_jax.rank import Factors, choose_rank, decompose_at_rank, sigmoid_growth, truncate
+from adapprox_jax.settings import RankRule, Subspace, resolve_capacity
 
 
 @pytest.mark.parametrize(
@@ -25,9 +21,10 @@ from adapprox_jax.rank import (
         (0.25, (50304, 768), 192),
         (0.25, (7, 9), 1),  # rounded down
         (0.01, (7, 9), 1),  # at least 1
-        (1.0, (7, 9), 7),
         (16, (768, 3072), 16),
-        (16, (7, 9), 7),  # at most min(m, n)
+        (1.0, (1, 9), 0),  # no factors are smaller than a vector
+        (400, (256, 512), 170),  # the widest that is smaller than the matrix
+        (1.0, (7, 9), 3),
     ],
 )
 def test_capacity(max_rank, shape, expected):
@@ -41,16 +38,15 @@ def test_growth_arguments_are_checked():
         sigmoid_growth(omega=1.0)
 
 
-SETTINGS = dict(
+RULE = RankRule(
     initial_rank=1,
-    error_threshold=0.05,
+    max_rank=12,
     rank_interval=10,
     rank_growth=lambda xi: jnp.asarray(1),
     rank_margin=0,
-    power_iterations=5,
-    rotate=True,
-    orthogonalization="qr",
-    factor_dtype=jnp.float32,
+)
+SUBSPACE = Subspace(
+    power_iterations=5, oversampling=5, rotate=True, warm_start=False, orthogonalization="qr"
 )
 
 
@@ -62,42 +58,52 @@ def decaying(shape=(24, 40), decay=0.6, seed=0):
     return jnp.asarray((left * decay ** np.arange(k)) @ right.T, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=(*SETTINGS, "warm", "oversampling"))
-def factor_jitted(
-    matrix, previous_u, rank, step, *, warm, oversampling, initial_rank, rotate, **settings
-):
-    (rows, columns), capacity = matrix.shape, previous_u.shape[1]
-    width_of = functools.partial(work_width, oversampling=oversampling, rotate=rotate)
-    sizes = work_sizes(capacity, rows, initial_rank)
-    drawn = draw_start(jax.random.key(0), columns, width_of(sizes[-1], rows))
+@functools.partial(jax.jit, static_argnames=("rule", "subspace"))
+def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
+    (rows, columns), capacity = matrix.shape, previous.q.shape[1]
+    sizes = rule.sizes(capacity, rows)
+    draws = draw_start(jax.random.key(0), columns, subspace.width(sizes[-1], rows))
 
     def start_of(width):
-        start = start_columns(drawn, width, matrix.dtype)
-        return warm_start(start, previous_u, rank, 1.0) if warm else start
+        start = start_columns(draws, width, matrix.dtype)
+        return warm_start(start, previous.u, previous.rank, 1.0) if subspace.warm_start else start
 
     products = products_of(matrix)
-    factors, _ = adaptive_srsi(
-        products,
-        start_of,
-        products.image(start_of(width_of(sizes[0], rows))),
-        jnp.zeros((rows, capacity)),
-        previous_u,
-        rank,
-        jnp.zeros(()),
-        step,
-        initial_rank=initial_rank,
-        rotate=rotate,
-        width_of=width_of,
-        **settings,
+    measured = (step - 1) % rule.rank_interval == 0
+    image = products.image(start_of(subspace.width(sizes[0], rows)))
+    wide = previous._replace(q=previous.q.astype(matrix.dtype), u=previous.u.astype(matrix.dtype))
+    decomposition, rank = decompose_at_rank(
+        products, start_of, image, wide, measured, error_threshold, rule, subspace
     )
-    return factors
+    return truncate(decomposition, rank, products, measured, previous, None)[0]
 
 
-def factor(matrix, capacity=12, step=1, rank=1, previous_u=None, **changes):
-    warm = previous_u is not None
-    previous_u = previous_u if warm else jnp.zeros((matrix.shape[1], capacity))
-    settings = {**SETTINGS, "warm": warm, "oversampling": 5, **changes}
-    return factor_jitted(matrix, previous_u, jnp.asarray(rank), jnp.asarray(step), **settings)
+def factor(
+    matrix,
+    capacity=12,
+    step=1,
+    rank=1,
+    previous_u=None,
+    error_threshold=0.05,
+    dtype=jnp.float32,
+    **changes,
+):
+    (rows, columns), warm = matrix.shape, previous_u is not None
+    previous_u = previous_u if warm else jnp.zeros((columns, capacity), dtype)
+    previous = Factors(
+        jnp.zeros((rows, capacity), dtype), previous_u, jnp.asarray(rank), jnp.zeros(())
+    )
+    fields = {f.name for f in dataclasses.fields(RULE)}
+    of_rule = {k: v for k, v in changes.items() if k in fields}
+    of_subspace = {k: v for k, v in changes.items() if k not in fields}
+    return factor_jitted(
+        matrix,
+        previous,
+        jnp.asarray(step),
+        error_threshold,
+        rule=dataclasses.replace(RULE, max_rank=max(capacity, 12), **of_rule),
+        subspace=dataclasses.replace(SUBSPACE, warm_start=warm, **of_subspace),
+    )
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.05, 0.01])
@@ -136,7 +142,7 @@ def test_warm_start_with_one_iteration_converges():
 
 
 def test_error_counts_the_rounding_of_the_factors():
-    factors = factor(decaying(), factor_dtype=jnp.bfloat16, error_threshold=0.0, capacity=20)
+    factors = factor(decaying(), dtype=jnp.bfloat16, error_threshold=0.0, capacity=20)
     assert factors.q.dtype == jnp.bfloat16
     product = factors.q.astype(jnp.float32) @ factors.u.astype(jnp.float32).T
     true = np.linalg.norm(decaying() - product) / np.linalg.norm(decaying())
@@ -152,3 +158,43 @@ def test_a_margin_is_kept_beyond_the_rank_that_suffices():
     error = float(factor(decaying(), initial_rank=chosen + 3, error_threshold=1.0).error)
     np.testing.assert_allclose(float(factors.error), error, rtol=1e-3)
     assert int(factor(decaying(), error_threshold=0.0, rank_margin=3).rank) == 12
+
+
+def energies_of(*singular_values):
+    return jnp.square(jnp.asarray(singular_values, jnp.float32))
+
+
+def chosen(wanted, size=8, capacity=8, threshold=0.1, **changes):
+    """Of singular values 1, 0.5, 0.25, ... and nothing beyond."""
+    energies = energies_of(*0.5 ** np.arange(8.0))
+    rule = dataclasses.replace(RULE, **changes)
+    return int(choose_rank(energies, 0.0, jnp.int32(wanted), size, capacity, threshold, rule))
+
+
+def test_the_rank_chosen_is_the_first_whose_error_is_low_enough():
+    tails = np.sqrt(np.cumsum((0.25 ** np.arange(8.0))[::-1])[::-1] / (4 / 3))
+    assert chosen(1) == np.argmax(tails <= 0.1)
+    assert chosen(6) == 6  # from the one wanted on
+    assert chosen(1, threshold=0.0) == 8  # the residual is zero only there
+    assert chosen(1, size=2) == 3  # more columns are asked for
+    assert chosen(1, capacity=3) == 3
+    assert chosen(3, rank_margin=2) == 2 + chosen(1)
+
+
+def test_a_threshold_of_nan_gives_the_largest_rank():
+    """And not the smallest: what cannot be told to be good enough is not."""
+    assert chosen(1, threshold=float("nan")) == 8
+
+
+@pytest.mark.parametrize("growth", [3, 2.7, 1e30, -5, float("nan")])
+def test_any_number_can_be_a_growth(growth):
+    rank = chosen(1, threshold=0.0, rank_growth=lambda error: growth + 0 * error)
+    assert rank == 8
+
+
+@pytest.mark.parametrize(
+    ("growth", "given"), [(jnp.ones(3), r"float32\[3\]"), ("many", "'many'"), (1j, "complex64")]
+)
+def test_a_growth_that_is_no_number_is_named(growth, given):
+    with pytest.raises(ValueError, match=f"rank_growth gave {given}.*; allowed: one real number"):
+        chosen(1, rank_growth=lambda error: growth)

@@ -16,10 +16,16 @@ SETTINGS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _nothing_traced_in_tiles_is_left():
+    yield
+    jax.clear_caches()
+
+
 def three_updates(shape, settings):
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
     state = tx.init(jnp.zeros(shape))
-    update = jax.jit(tx.update)  # of its own, so that it is traced anew
+    update = jax.jit(tx.update)
     scale = jnp.exp(jax.random.normal(jax.random.key(9), shape))
     for seed in range(3):
         updates, state = update(scale * jax.random.normal(jax.random.key(seed), shape), state)
@@ -30,6 +36,7 @@ def three_updates(shape, settings):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_updates_in_tiles_are_those_of_the_whole(settings, shape, monkeypatch):
     expected, expected_state = three_updates(shape, settings)
+    jax.clear_caches()  # what is traced for a shape is kept
     monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
     monkeypatch.setattr(tiles, "_TILE", 500)
     assert (tiles.tiling_of(shape).tiles > 1) == (97 not in shape)  # a prime has no divisors

@@ -1,0 +1,98 @@
+"""One step of `scale_by_adapprox` for one leaf: of each of its matrices, or of its dense moment."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.approximation import APPROXIMATIONS
+from adapprox_jax.matrix_step import average, divide_by_root, step_matrix
+from adapprox_jax.matrix_view import (
+    MatrixView,
+    from_matrices,
+    map_matrices,
+    to_matrices,
+    view_shape,
+)
+from adapprox_jax.settings import Settings
+from adapprox_jax.sharding import varies_no_more, varying_alike, with_automatic_axes
+from adapprox_jax.state import LeafState
+from adapprox_jax.step_scalars import StepScalars, merge_known
+
+
+@partial(jax.jit, static_argnames=("known", "view", "settings"))
+def step_leaf(
+    traced: StepScalars,
+    ready: jax.Array,
+    grad: jax.Array,
+    state: LeafState,
+    *,
+    known: StepScalars,
+    view: MatrixView,
+    settings: Settings,
+) -> tuple[jax.Array, LeafState]:
+    """One step for one leaf: of each of its matrices, or of its dense second moment.
+
+    Compiled by itself, once for each shape and settings, where the caller compiles nothing; within
+    a compiled step it is a part of that.
+
+    Args:
+      traced: The numbers of this step that are arrays; None for the others.
+      ready: A number that is not negative, of the leaf before: only then does this one begin.
+      grad: The gradient, of any shape and real floating-point type.
+      state: The leaf's state.
+      known: The numbers of this step that are known beforehand; None for the others.
+      view: Which axes form a matrix.
+      settings: Of the optimizer.
+
+    Returns:
+      The scaled gradient in the type of the gradient, and the new state.
+    """
+    if not state.is_factored:
+        return step_dense(merge_known(known, traced), grad, state)
+
+    def of_one(
+        traced: StepScalars, grad: jax.Array, state: LeafState
+    ) -> tuple[jax.Array, LeafState]:
+        return step_matrix(merge_known(known, traced), grad, state, settings)
+
+    if settings.rank.initial_rank is not None:
+        # So that under `jax.vmap`, too, a branch is taken or not.
+        of_one = jax.custom_batching.sequential_vmap(of_one)
+
+    def of_all(
+        traced: StepScalars, ready: jax.Array, grad: jax.Array, state: LeafState
+    ) -> tuple[jax.Array, LeafState]:
+        batch, _, _ = view_shape(grad.shape, view)
+        waiting = state._replace(q=begin_after(ready, state.q), nu=())
+        operands = traced, to_matrices(grad, view), waiting
+        traced, matrices, waiting = varying_alike(operands)
+        scaled, new = map_matrices(lambda one: of_one(traced, *one), (matrices, waiting), batch)
+        return from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)
+
+    return with_automatic_axes(of_all, (grad, state))(traced, ready, grad, state)
+
+
+def step_dense(
+    scalars: StepScalars, grad: jax.Array, state: LeafState
+) -> tuple[jax.Array, LeafState]:
+    """One step for a leaf that keeps its second moment as it is.
+
+    Where the second moment overflows the update is NaN: divided by infinity it would be zero at
+    this and every later step, and `optax.apply_if_finite` would see nothing.
+    """
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    nu = average(state.nu, wide, scalars.b2)
+    scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
+    scaled = jnp.where(jnp.isinf(nu), jnp.nan, scaled)
+    return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))
+
+
+def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, once `ready`, which is never negative, is known.
+
+    Without it XLA works on all leaves at once and holds the intermediates of all of them; it
+    ignores `optimization_barrier` there.
+    """
+    # Else a leaf would come to vary over devices as the one before it does.
+    return jnp.where(ready < 0, 0, array) if varies_no_more(ready, array) else array

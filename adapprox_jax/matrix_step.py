@@ -1,0 +1,271 @@
+"""One step of Algorithm 3 for one matrix, up to the clip.
+
+The way of the gradient: the second moment of the last step from its factors, averaged with the
+squared gradient (`second_moment_of`) -> its image and the quotient, in one pass
+(`image_and_quotient`) -> its factors (`rank.decompose_at_rank`, `rank.truncate`). The target is
+what is factored: the second moment V, or its root.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.approximation import Approximation
+from adapprox_jax.products import contract, outer, tiled_products
+from adapprox_jax.random_start import start_columns, warm_start
+from adapprox_jax.rank import Factors, decompose_at_rank, size_index, truncate
+from adapprox_jax.settings import Settings
+from adapprox_jax.state import LeafState
+from adapprox_jax.step_scalars import StepScalars
+from adapprox_jax.tiles import Tiling, sweep, tiling_of
+from adapprox_jax.validation import is_zero
+
+
+class SecondMoment(NamedTuple):
+    """V_t of one matrix, tile by tile and divided by a scale at which squares are numbers."""
+
+    tiling: Tiling
+    scale: jax.Array  # what G is divided by, a power of two
+    target_scale: jax.Array  # and what the target is divided by
+    gradient: Callable[[jax.typing.ArrayLike], jax.Array]  # a tile of G / scale
+    target: Callable[[jax.typing.ArrayLike], jax.Array]  # a tile of the target / target_scale
+
+
+def step_matrix(
+    scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
+) -> tuple[jax.Array, LeafState]:
+    """One step of Algorithm 3 for one matrix, up to the quotient.
+
+    Args:
+      scalars: The numbers of this step.
+      grad: G, (m, n) or (n, m): q belongs to its shorter side, wherever that stands.
+      state: Of this matrix: q (m, capacity), u (n, capacity), and scalars.
+      settings: Of the optimizer.
+
+    Returns:
+      The scaled gradient in its shape and type, and the new state.
+    """
+    moment, largest_u = second_moment_of(scalars, grad, state, settings)
+    q, u, rank, error, drift, _ = state
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
+    rule, subspace = settings.rank, settings.subspace
+
+    def start_of(width: int) -> jax.Array:
+        start = start_columns(scalars.draws, width, dtype, u.shape[0])
+        if not subspace.warm_start:
+            return start
+        known = jnp.where(largest_u > 0, rank, 0)
+        return warm_start(start, u, known, 1 / moment.target_scale)
+
+    rows, capacity = q.shape
+    start = start_of(subspace.width(rule.sizes(capacity, rows)[0], rows))
+    image, scaled = image_and_quotient(moment, start, scalars, settings.approximation, grad.dtype)
+    products = tiled_products(moment.target, moment.tiling)
+    measured = (scalars.step - 1) % rule.rank_interval == 0
+    previous = Factors(q.astype(dtype), u.astype(dtype), rank, error)
+    decomposition, rank = decompose_at_rank(
+        products, start_of, image, previous, measured, scalars.error_threshold, rule, subspace
+    )
+    factors, norm = truncate(
+        decomposition,
+        rank,
+        products,
+        measured,
+        previous._replace(q=q, u=u),
+        rounding_bits(scalars.rounding, q, u),
+    )
+    decay = settings.approximation.drift_decay(scalars.b2)
+    drift = accumulate_drift(drift, factors.error, moment.target_scale * norm, decay)
+    new_u = (factors.u * moment.target_scale).astype(u.dtype)
+    return scaled, state._replace(**factors._replace(u=new_u)._asdict(), drift=drift)
+
+
+def second_moment_of(
+    scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
+) -> tuple[SecondMoment, jax.Array]:
+    """V_t = b2 V_(t-1) + (1 - b2) G^2 of one matrix, and the largest magnitude in u.
+
+    Args:
+      scalars: The numbers of this step.
+      grad: G, (m, n) or (n, m).
+      state: Of this matrix.
+      settings: Of the optimizer.
+    """
+    approximation, tiling = settings.approximation, tiling_of(grad.shape)
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
+    rows, capacity = state.q.shape
+    sizes = settings.rank.sizes(capacity, rows)
+    # Of the leading columns: wide buffers take long to read.
+    largest_u = jnp.max(jnp.abs(state.u[:, : sizes[0]]))
+    scale = unit_scale(grad, largest_u, approximation)
+    target_scale = approximation.of_scale(scale)
+    inverse_scale = 1 / target_scale
+
+    def gradient(tile: jax.typing.ArrayLike) -> jax.Array:
+        return tiling.take(grad, 1 - tiling.axis, tile).astype(dtype) * (1 / scale)
+
+    @tiling.cache_if_whole
+    def target(tile: jax.typing.ArrayLike) -> jax.Array:
+        product = product_in_use(
+            state,
+            inverse_scale,
+            sizes,
+            axis=tiling.axis,
+            dtype=dtype,
+            rows_of=lambda u: tiling.take(u, 0, tile),
+        )
+        previous = approximation.to_moment(jnp.maximum(product, 0))
+        return approximation.of_moment(average(previous, gradient(tile), scalars.b2))
+
+    return SecondMoment(tiling, scale, target_scale, gradient, target), largest_u
+
+
+def image_and_quotient(
+    moment: SecondMoment,
+    start: jax.Array,
+    scalars: StepScalars,
+    approximation: Approximation,
+    dtype: jax.typing.DTypeLike,
+) -> tuple[jax.Array, jax.Array]:
+    """The target times a start, and the gradient over the root of V: both in one pass.
+
+    Args:
+      moment: V_t of one matrix.
+      start: (n, width).
+      scalars: The numbers of this step.
+      approximation: What the target is.
+      dtype: Of the quotient.
+
+    Returns:
+      (m, width), and the quotient in the shape of the gradient.
+    """
+    tiling, axis = moment.tiling, moment.tiling.axis
+
+    def part(tile: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[jax.Array]]:
+        target = moment.target(tile)
+        image = contract(target, tiling.take(start, 0, tile), 1 - axis)
+        gradient = moment.gradient(tile)
+        scaled = divide_by_root(gradient, target, scalars, approximation, moment.scale)
+        return image, (scaled.astype(dtype),)
+
+    image, (scaled,) = sweep(tiling, part, moment.scale, dims=(1 - axis,), fill=moment.scale)
+    return image, scaled
+
+
+def unit_scale(grad: jax.Array, largest_u: jax.Array, approximation: Approximation) -> jax.Array:
+    """A power of two near the largest entries of the root of V, or of G where there is no V yet.
+
+    Divided by it, squares neither overflow nor vanish, and to undo the division rounds nothing. A
+    gradient may be 1e19 times as large as all before it; and 1e7 after none but vanishing ones.
+
+    Args:
+      grad: G, of any shape.
+      largest_u: Largest magnitude in u, a scalar.
+      approximation: What q @ u.T stands for.
+    """
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
+    root = approximation.root(largest_u).astype(dtype)
+
+    def largest_gradient(grad: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(grad)).astype(dtype)
+
+    if approximation.scale_follows_gradient:
+        largest = jnp.maximum(root, largest_gradient(grad))
+    else:
+        largest = jax.lax.cond(root > 0, lambda _: root, largest_gradient, grad)
+    _, exponent = jnp.frexp(largest)
+    exponent = jnp.where(largest > 0, jnp.clip(exponent, -40, 60), 0)
+    return jnp.ldexp(jnp.ones_like(largest), exponent)
+
+
+def product_in_use(
+    state: LeafState,
+    inverse_scale: jax.typing.ArrayLike,
+    sizes: tuple[int, ...],
+    *,
+    axis: int,
+    dtype: jax.typing.DTypeLike,
+    rows_of: Callable[[jax.Array], jax.Array] = lambda u: u,
+) -> jax.Array:
+    """Q u^T of the columns in use, which may have entries below zero (docs/algorithm.md, 3).
+
+    Args:
+      state: Of one matrix.
+      inverse_scale: What the product is multiplied by, a power of two.
+      sizes: Ranks for which there is code of its own, rising, the last for all columns.
+      axis: Along which q stands in the result.
+      dtype: Of the result.
+      rows_of: The rows of u that are asked for. It is called on the columns in use alone: of a
+        large matrix, wide buffers would take longer to copy than all else.
+
+    Returns:
+      (m, n), or (n, m) for axis 1; n is the number of rows asked for.
+    """
+
+    def product_of(width: int, q: jax.Array, u: jax.Array) -> jax.Array:
+        unit_u = rows_of(u[:, :width]).astype(dtype) * inverse_scale
+        return outer(q[:, :width].astype(dtype), unit_u, axis)
+
+    branches = [partial(product_of, size) for size in sizes]
+    return jax.lax.switch(size_index(sizes, state.rank), branches, state.q, state.u)
+
+
+def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> jax.Array:
+    """b2 V + (1 - b2) G^2, elementwise."""
+    return previous * b2 + jnp.square(grad) * (1 - b2)
+
+
+def divide_by_root(
+    grad: jax.Array,
+    target: jax.Array,
+    scalars: StepScalars,
+    approximation: Approximation,
+    scale: jax.typing.ArrayLike = 1.0,
+) -> jax.Array:
+    """G / (sqrt(V / correction + eps_root) + eps), elementwise.
+
+    Args:
+      grad: G / scale.
+      target: V / scale^2, or what stands for it.
+      scalars: The numbers of this step.
+      approximation: What the target is.
+      scale: What G was divided by.
+    """
+    if is_zero(scalars.eps_root):
+        root = approximation.root(target / approximation.of_moment(scalars.correction))
+    else:
+        moment = approximation.to_moment(target) / scalars.correction
+        root = jnp.sqrt(moment + scalars.eps_root / scale**2)
+    return grad / (root + scalars.eps / scale)
+
+
+def accumulate_drift(
+    drift: jax.Array, error: jax.Array, norm: jax.Array, decay: jax.typing.ArrayLike
+) -> jax.Array:
+    """Carries the estimate of the distance from the exact target over one step.
+
+    With D the distance in the Frobenius norm, D_t <= decay D_(t-1) + ||target - q u^T||: averaging
+    shrinks an old distance, cutting off entries below zero does not grow it, and the factorization
+    adds its own. A bound, up to rounding, where xi is measured at every step.
+
+    Args:
+      drift: D_(t-1).
+      error: xi, measured at this step or the last one known.
+      norm: ||q u^T||, from which with xi follows ||target - q u^T||: the two are orthogonal.
+      decay: How averaging shrinks a distance: b2, of the root its root.
+    """
+    left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
+    return (drift * decay + left_out).astype(drift.dtype)
+
+
+def rounding_bits(
+    bits: jax.Array | None, q: jax.Array, u: jax.Array
+) -> tuple[jax.Array, jax.Array] | None:
+    """The random bits for the factors of one matrix; None where they are not in bfloat16."""
+    if bits is None or q.dtype != jnp.bfloat16:
+        return None
+    of_q, of_u = bits
+    return of_q[: q.shape[0], : q.shape[1]], of_u[: u.shape[0], : u.shape[1]]

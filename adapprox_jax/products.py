@@ -1,0 +1,109 @@
+"""Products of a matrix with thin factors, in full precision and tile by tile.
+
+Shapes: A is the matrix (m, n), q is (m, width) with orthonormal columns and u = A^T q is
+(n, width), so that A is approximated by q @ u.T. Where an `axis` is named, q stands along that axis
+of the matrix: with axis 1 the array holds A^T, (n, m), and nothing is ever transposed for that.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.tiles import Tiling, sweep
+
+# On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
+# than the small entries of a second moment can lose.
+_PRECISION = jax.lax.Precision.HIGHEST
+
+
+def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Product of two matrices in their full precision on every backend."""
+    return jnp.matmul(a, b, precision=_PRECISION)
+
+
+def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
+    """Product of a matrix and a factor along one axis of the matrix.
+
+    Args:
+      matrix: (m, n).
+      factor: (m, width) for axis 0, (n, width) for axis 1.
+      axis: Of the matrix, summed over.
+
+    Returns:
+      matrix.T @ factor, (n, width), for axis 0; matrix @ factor, (m, width), for axis 1.
+    """
+    if axis == 1:
+        return matmul(matrix, factor)
+    # XLA's product with a transposed first operand takes ten times as long on CPUs, and without
+    # the barrier it would turn this form into that one.
+    return jax.lax.optimization_barrier(matmul(factor.T, matrix)).T
+
+
+def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
+    """The product q @ u.T, turned so that q stands along `axis`."""
+    return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
+
+
+class MatrixProducts(NamedTuple):
+    """What the subspace iteration asks of a matrix A (m, n)."""
+
+    image: Callable[[jax.Array], jax.Array]  # x (n, width) -> A x
+    normal_image: Callable[[jax.Array], jax.Array]  # q (m, width) -> A A^T q
+    project: Callable[[jax.Array], jax.Array]  # q (m, width) -> A^T q
+    residual_energy: Callable[[jax.Array, jax.Array], jax.Array]  # q, u -> ||A - q u^T||^2
+
+
+def tiled_products(
+    tile_of: Callable[[jax.typing.ArrayLike], jax.Array], tiling: Tiling
+) -> MatrixProducts:
+    """The products of a matrix that is made tile by tile.
+
+    Args:
+      tile_of: From an index to that tile of the matrix, (m, n / tiles), or (n / tiles, m) where q
+        stands along axis 1.
+      tiling: The tiles.
+
+    Returns:
+      The products. Each makes every tile once.
+    """
+    axis = tiling.axis
+
+    def image(x: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
+            return contract(tile_of(index), tiling.take(x, 0, index), 1 - axis), ()
+
+        return sweep(tiling, part, x)[0]
+
+    def normal_image(q: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
+            tile = tile_of(index)
+            return contract(tile, contract(tile, q, axis), 1 - axis), ()
+
+        return sweep(tiling, part, q)[0]
+
+    def project(q: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[tuple[()], tuple[jax.Array]]:
+            return (), (contract(tile_of(index), q, axis),)
+
+        return sweep(tiling, part, q, dims=(0,))[1][0]
+
+    def residual_energy(q: jax.Array, u: jax.Array) -> jax.Array:
+        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
+            difference = tile_of(index) - outer(q, tiling.take(u, 0, index), axis)
+            return jnp.sum(jnp.square(difference)), ()
+
+        return sweep(tiling, part, q)[0]
+
+    return MatrixProducts(image, normal_image, project, residual_energy)
+
+
+def products_of(matrix: jax.Array) -> MatrixProducts:
+    """The products of a matrix (m, n) that is there as a whole."""
+    return tiled_products(lambda _: matrix, Tiling(1, 0))
+
+
+def column_energies(matrix: jax.Array) -> jax.Array:
+    """Squared norm of each column of an (n, width) matrix."""
+    return jnp.sum(jnp.square(matrix), axis=0)

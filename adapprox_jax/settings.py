@@ -1,0 +1,177 @@
+"""The settings of `scale_by_adapprox` that decide shapes or code, as objects that check themselves.
+
+Their fields have the names of the public keywords. They can be hashed, so that what is compiled for
+one optimizer serves every other one with equal settings.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.approximation import APPROXIMATIONS, Approximate, Approximation
+from adapprox_jax.validation import (
+    require,
+    require_choice,
+    require_flag,
+    require_function,
+    require_integer,
+)
+
+RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
+Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
+ORTHOGONALIZATIONS = ("qr", "cholesky")
+FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
+_SMALLEST_SIZE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RankRule:
+    """How large the rank of a matrix may be, and when and how it is chosen."""
+
+    initial_rank: int | None  # k_init; None: the rank is fixed at the buffers' width
+    max_rank: int | float  # k_max
+    rank_interval: int  # Delta s
+    rank_growth: RankGrowth  # f
+    rank_margin: int
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first field that is out of range."""
+        if self.initial_rank is not None:
+            require_integer("initial_rank", self.initial_rank, 1)
+        require_max_rank("max_rank", self.max_rank)
+        if self.initial_rank is not None and not isinstance(self.max_rank, float):
+            least = self.initial_rank
+            allowed = f"an integer of at least initial_rank = {least}"
+            require("max_rank", self.max_rank, lambda x: x >= least, allowed)
+        require_integer("rank_interval", self.rank_interval, 1)
+        require_function("rank_growth", self.rank_growth, "a function of the error, or None")
+        require_integer("rank_margin", self.rank_margin, 0)
+
+    def first(self, capacity: int) -> int:
+        """k_init cut to buffers of `capacity` columns; all of them where the rank is fixed."""
+        return capacity if self.initial_rank is None else min(self.initial_rank, capacity)
+
+    def sizes(self, capacity: int, rows: int) -> tuple[int, ...]:
+        """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
+
+        A rank is worked on with as many columns as the next of these has, whatever the buffers
+        hold, so that the cost follows the rank in use and nothing depends on the buffers.
+
+        Args:
+          capacity: Columns of the buffers.
+          rows: The shorter side of the matrix.
+
+        Returns:
+          Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
+        """
+        if self.first(capacity) == capacity:
+            return (capacity,)
+        sizes = [_SMALLEST_SIZE]
+        while sizes[-1] < capacity:
+            sizes.append(4 * sizes[-1])
+        return tuple(min(size, rows) for size in sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subspace:
+    """How a matrix is factored at a given rank: Algorithm 1."""
+
+    power_iterations: int  # l
+    oversampling: int  # p
+    rotate: bool
+    warm_start: bool
+    orthogonalization: Orthogonalization
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first field that is out of range."""
+        require_integer("power_iterations", self.power_iterations, 1)
+        require_integer("oversampling", self.oversampling, 0)
+        require_flag("rotate", self.rotate)
+        require_flag("warm_start", self.warm_start)
+        require_choice("orthogonalization", self.orthogonalization, ORTHOGONALIZATIONS)
+
+    def width(self, size: int, rows: int) -> int:
+        """Columns worked on for ranks up to `size`: p more, at most `rows` in all.
+
+        As printed, oversampling changes nothing: without the rotation the columns beyond need not
+        exist.
+        """
+        return min(size + (self.oversampling if self.rotate else 0), rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Which leaves are factored, and how their factors are kept."""
+
+    min_dim_size_to_factor: int
+    factor_dtype: Any  # None: float32, or float64 for float64 parameters
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first field that is out of range."""
+        require_integer("min_dim_size_to_factor", self.min_dim_size_to_factor, 1)
+        if self.factor_dtype is not None:
+            try:
+                name = jnp.dtype(self.factor_dtype).name
+            except TypeError:
+                name = self.factor_dtype
+            require_choice("factor_dtype", name, FACTOR_DTYPES)
+            object.__setattr__(self, "factor_dtype", jnp.dtype(self.factor_dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All of them."""
+
+    rank: RankRule
+    subspace: Subspace
+    storage: Storage
+    approximate: Approximate
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for an approximation that there is not."""
+        require_choice("approximate", self.approximate, tuple(APPROXIMATIONS))
+
+    @property
+    def approximation(self) -> Approximation:
+        """What the factors stand for."""
+        return APPROXIMATIONS[self.approximate]
+
+
+# What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, b1 among
+# them because with 0 no average is kept, and what can be called without being a schedule.
+STATIC_ARGS: tuple[str, ...] = (
+    *("b1", "mu_dtype", "mask", "cosine_guidance", "bias_correction"),
+    *(field.name for part in (RankRule, Subspace, Storage) for field in dataclasses.fields(part)),
+    *("approximate", "weight_dimension_numbers", "key"),
+)
+
+
+def require_max_rank(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` is a width of buffers: an integer or a fraction."""
+    if isinstance(value, float):
+        require(name, value, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
+    else:
+        require_integer(name, value, 1)
+
+
+def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:
+    """Columns of the factor buffers of a (rows, columns) matrix.
+
+    Args:
+      max_rank: The paper's k_max: an int, or a float as a fraction of min(rows, columns), rounded
+        down.
+      rows: Rows of the matrix.
+      columns: Columns of the matrix.
+
+    Returns:
+      At least 1 and at most min(rows, columns), and cut to the widest buffers that are smaller than
+      the matrix; 0 where none are.
+    """
+    short = min(rows, columns)
+    rank = math.floor(max_rank * short) if isinstance(max_rank, float) else max_rank
+    widest = max(rows * columns - 1, 0) // max(rows + columns, 1)
+    return min(max(1, rank), short, widest)
