@@ -28,8 +28,10 @@ Texts = list[tuple[str, str]]  # (relative path, text), sorted by path
 
 VALIDATION_SHARE = 0.05  # of the characters; a file that would bring it above twice this is skipped
 SAMPLE_CHARACTERS = 4_000_000  # of the training split, for the tokenizer's training
+_SENTENCE_BYTES = 2**16  # SentencePiece leaves out what is longer, and says nothing
+_SENTENCE_CHARACTERS = _SENTENCE_BYTES // 4  # at most, in UTF-8
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_CACHE_FORMAT = 1  # raise it when the cached files change in meaning
+_CACHE_FORMAT = 2  # raise it when the cached files change in meaning
 
 
 class DataError(ValueError):
@@ -245,11 +247,10 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
       The serialised model, of `vocabulary` tokens or as many as the text gives.
     """
     every = -(-sum(len(text) for _, text in texts) // SAMPLE_CHARACTERS)
-    lines = (line for _, text in texts[::every] for line in text.split("\n") if line)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=_sentences(texts[::every]),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocabulary,
@@ -265,7 +266,7 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
             eos_id=1,  # ends each file
             bos_id=-1,
             pad_id=-1,
-            max_sentence_length=2**16,
+            max_sentence_length=_SENTENCE_BYTES,
             num_threads=os.cpu_count() or 1,
             minloglevel=2,
         )
@@ -276,6 +277,14 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
             f"give another --vocabulary or --tokenizer bytes"
         ) from None
     return model.getvalue()
+
+
+def _sentences(texts: Texts) -> Iterator[str]:
+    """Lines without their newlines, long ones in pieces: every character is in one of them."""
+    for _, text in texts:
+        for line in text.split("\n"):
+            for start in range(0, len(line), _SENTENCE_CHARACTERS):
+                yield line[start : start + _SENTENCE_CHARACTERS]
 
 
 def encode_sentencepiece(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:

@@ -142,6 +142,18 @@ def test_sentencepiece_round_trip(folder, tmp_path):
     assert loaded.decode(data.encode_sentencepiece(loaded.processor, strange)) == strange
 
 
+@pytest.mark.parametrize("letters", ["abcdefgh", "𝛼𝛽𝛾𝛿𝜀𝜁𝜂𝜃"])
+def test_a_long_line_trains_the_tokenizer(tmp_path, letters):
+    """Also after a short one, which alone would be enough for a tokenizer."""
+    words = np.random.default_rng(0).choice(list(letters), (40_000, 3))
+    line = " ".join("".join(word) for word in words)
+    for text in (line, "short\n" + line):
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        loaded = load(tmp_path / "a.txt", tmp_path, tokenizer="sentencepiece")
+        assert loaded.decode(loaded.train) + loaded.decode(loaded.validation) == text
+        assert len(loaded.train) < 0.75 * len(text)  # tokens of more than a letter were found
+
+
 def test_cutting_a_text_at_newlines_changes_no_token(folder, tmp_path):
     processor = load(folder, tmp_path, tokenizer="sentencepiece").processor
     text = LINES * 40
