@@ -30,7 +30,7 @@ from examples.gpt2.train import run
 
 RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
 SEEDS = (0, 1, 2)
-_OTHERS_SETTINGS = ("optimizer", "adapprox", "hyper", "elastic")  # not what is trained with here
+_OTHERS_SETTINGS = ("optimizer", "optimizer_settings", "elastic")  # not what is trained with here
 
 
 class QuantizedAdamState(NamedTuple):

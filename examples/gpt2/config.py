@@ -160,14 +160,19 @@ def load_data(config: Config) -> text.Data:
 _NOT_SETTINGS = {
     *("data", "out", "cache", "resume", "checkpoint_every", "sample_tokens"),
     *("compare", "seeds", "learning_rates"),
+    *("hyper", "adapprox"),  # what becomes of them is in the optimizer's settings
 }
 
 
 def settings(config: Config, data_key: str) -> dict[str, Any]:
-    """All that decides the result of a resolved run, for the records; the same for equal runs."""
+    """All that decides the result of a resolved run, for the records; the same for equal runs.
+
+    Every argument of the optimizer is there as it was resolved: a record tells what was run also
+    when defaults have changed since.
+    """
     kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
-    kept["adapprox"] = optimizers.settings(config.optimizer, config.adapprox)
-    return {**kept, "data": data_key}
+    optimizer = optimizers.settings(config.optimizer, config.hyper, config.adapprox)
+    return {**kept, "optimizer_settings": optimizer, "data": data_key}
 
 
 def _check(config: Config) -> None:
@@ -198,7 +203,7 @@ def _check(config: Config) -> None:
             f"{config.batch_size}, and must"
         )
     for name in config.compare or (config.optimizer,):
-        if config.elastic and "initial_rank" not in optimizers.settings(name, config.adapprox):
+        if config.elastic and not optimizers.ranks_adapt(name, config.hyper, config.adapprox):
             raise UsageError(
                 "--elastic needs ranks that adapt: adapprox with --adapprox.initial-rank, or"
                 f" adapprox-paper, and not {name}"

@@ -259,13 +259,14 @@ def describe(sizes: dict[str, float]) -> str:
     return words
 
 
-def buffer_sizes(config: Config, used: dict[str, Any], params: Any) -> tuple[int, ...]:
+def buffer_sizes(config: Config, params: Any) -> tuple[int, ...]:
     """Widths that the factor buffers of an elastic run may have: 8, 16, 32, ... max_rank.
 
     Raises:
       UsageError: If no matrix is factored.
     """
-    max_rank, initial_rank = (used["adapprox"][name] for name in ("max_rank", "initial_rank"))
+    used = optimizers.keywords(config.optimizer, config.hyper, config.adapprox)
+    max_rank, initial_rank = used["max_rank"], used["initial_rank"]
     first = (
         max(8, initial_rank) if isinstance(max_rank, float) else max(min(8, max_rank), initial_rank)
     )
@@ -287,13 +288,16 @@ def buffer_sizes(config: Config, used: dict[str, Any], params: Any) -> tuple[int
     return (*between, max(first, largest))
 
 
-def full_error(used: dict[str, Any]) -> float | None:
+def full_error(config: Config) -> float | None:
     """The error above which a matrix counts as full when its rank is the width of its buffers.
 
     With a margin the error at the full width tells nothing: the rank alone decides.
     """
-    of_adapprox = used["adapprox"]
-    return None if of_adapprox.get("rank_margin") else of_adapprox.get("error_threshold")
+    if not config.optimizer.startswith("adapprox"):
+        return None
+    late = dataclasses.replace(config.adapprox, sampling_threshold=None)
+    used = optimizers.keywords(config.optimizer, config.hyper, late)
+    return None if used["rank_margin"] else used["error_threshold"]
 
 
 def prepare_folder(config: Config, used: dict[str, Any]) -> None:
@@ -372,10 +376,10 @@ def run(
     options, widen = config.adapprox, None
     try:
         if config.elastic:
-            sizes = buffer_sizes(config, used, params)
+            sizes = buffer_sizes(config, params)
             options = dataclasses.replace(options, max_rank=sizes[0])
             widen = functools.partial(
-                adapprox_jax.grow, sizes=sizes, error_threshold=full_error(used)
+                adapprox_jax.grow, sizes=sizes, error_threshold=full_error(config)
             )
         tx = build(config.optimizer, rate, config.hyper, options)
     except ValueError as error:
@@ -420,7 +424,7 @@ def run(
             metrics=metrics,
             save_at=save_at,
             widen=widen,
-            full_above=full_error(used),
+            full_above=full_error(config),
         )
         seconds = time.perf_counter() - begin
     curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]

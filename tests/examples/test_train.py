@@ -12,16 +12,14 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-import adapprox_jax
 from examples.gpt2 import config as settings
 from examples.gpt2 import model as gpt
-from examples.gpt2 import optimizers, train
+from examples.gpt2 import train
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL_MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "tokenizer": "bytes"}
@@ -263,30 +261,6 @@ def test_accumulation_equals_the_larger_batch():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
 
 
-def test_schedule_warms_up_and_ends_at_the_minimum():
-    rate = optimizers.schedule(1.0, 0.1, warmup=9, steps=100)
-    np.testing.assert_allclose([rate(0), rate(4), rate(9), rate(100)], [0.1, 0.5, 1.0, 0.1], 1e-5)
-
-
-@pytest.mark.parametrize("name", optimizers.NAMES)
-def test_optimizers_decay_matrices_alone(name):
-    options = optimizers.AdapproxOptions(min_dim_size_to_factor=1)
-    tx = optimizers.build(name, 1.0, optimizers.Hyperparameters(weight_decay=0.5), options)
-    params = {"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)}
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = tx.update(zero, tx.init(params), params)
-    np.testing.assert_allclose(updates["matrix"], -0.5)
-    np.testing.assert_allclose(updates["vector"], 0.0, atol=1e-12)
-
-
-def test_paper_is_the_papers_settings_with_guidance_unless_told_otherwise():
-    used = optimizers.settings("adapprox-paper", optimizers.AdapproxOptions(max_rank=7))
-    assert used["cosine_guidance"] is True
-    assert used["max_rank"] == 7
-    assert used["power_iterations"] == adapprox_jax.PAPER["power_iterations"]
-    assert optimizers.settings("adamw", optimizers.AdapproxOptions(max_rank=7)) == {}
-
-
 def test_presets_are_the_papers():
     for name, minimum in (("117M", 5e-5), ("345M", 3e-5)):
         config = settings.resolve(settings.Config(model=name))
@@ -312,8 +286,8 @@ def test_comparison_leaves_table_figure_and_records(work, capsys):
     record = json.loads((out / "comparison.json").read_text())
     adamw, adapprox = record["runs"]
     assert adamw["settings"]["optimizer"] == "adamw"
-    assert adapprox["settings"]["adapprox"]["max_rank"] == 4
-    assert all(set(run["versions"]) == {"python", "jax"} for run in record["runs"])
+    assert adapprox["settings"]["optimizer_settings"]["max_rank"] == 4
+    assert all(set(run["versions"]) == {"python", "jax", "optax"} for run in record["runs"])
     assert [step for step, _ in adapprox["curve"]] == [3, 6]
     memory = record["summary"]["adapprox"]["memory"]
     assert 0 < memory["second_moment_ratio"] < 1
