@@ -3,7 +3,7 @@
 The matrices are exact second moments from a real training run: a GPT-2 of two layers, as wide as
 the 345M model, trained by Adam on the source text of the standard library. Each method factors each
 of them: S-RSI, the singular value decomposition, and Adafactor's row and column means (rank 1).
-Results go to `benchmarks/results/srsi_<device>.json` and a picture beside it.
+Results go to `results/speed/srsi_<device>.json` and a picture beside it.
 """
 
 import functools
@@ -29,7 +29,7 @@ from adapprox_jax.low_rank import relative_error
 from examples.gpt2 import data as text
 from examples.gpt2.model import GPT, GPTConfig, loss
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 VOCABULARY = 512
 
 
