@@ -26,7 +26,7 @@ from benchmarks.contenders import DECAY, adafactor
 from examples.gpt2 import records
 from examples.gpt2.config import Config
 from examples.gpt2.optimizers import is_matrix
-from examples.gpt2.train import run
+from examples.gpt2.run import run
 
 LOSSES = pathlib.Path(__file__).parents[1] / "results" / "loss"
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"

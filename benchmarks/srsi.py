@@ -27,6 +27,7 @@ from tqdm import tqdm
 import adapprox_jax
 from adapprox_jax.low_rank import relative_error
 from examples.gpt2 import data as text
+from examples.gpt2.batches import batches
 from examples.gpt2.model import GPT, GPTConfig, loss
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
@@ -57,7 +58,7 @@ def second_moments(width: int, layers: int, steps: int) -> dict[str, jax.Array]:
         return optax.apply_updates(params, updates), state
 
     state = jax.jit(tx.init)(params)
-    windows = text.batches(tokens, config.context, 4, 0)
+    windows = batches(tokens, config.context, 4, 0)
     for _ in tqdm(range(steps), desc="training", unit="step"):
         params, state = step(params, state, jnp.asarray(next(windows)))
     windows.close()

@@ -156,11 +156,12 @@ def load_data(config: Config) -> text.Data:
     )
 
 
+_GROUPS = {"hyper": optimizers.Hyperparameters, "adapprox": optimizers.AdapproxOptions}
 # What a run does, as opposed to where it is kept and what is shown of it.
 _NOT_SETTINGS = {
     *("data", "out", "cache", "resume", "checkpoint_every", "sample_tokens"),
     *("compare", "seeds", "learning_rates"),
-    *("hyper", "adapprox"),  # what becomes of them is in the optimizer's settings
+    *_GROUPS,  # what becomes of them is in the optimizer's settings
 }
 
 
@@ -173,6 +174,21 @@ def settings(config: Config, data_key: str) -> dict[str, Any]:
     kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
     optimizer = optimizers.settings(config.optimizer, config.hyper, config.adapprox)
     return {**kept, "optimizer_settings": optimizer, "data": data_key}
+
+
+def option_of(keys: tuple[str, ...]) -> str:
+    """The option that decides an entry of `settings`, which has these keys."""
+    name = keys[-1]
+    if keys == ("data",):
+        return "the text (--data)"
+    if keys[0] != "optimizer_settings":
+        return _option(name)
+    if keys[1:] == ("ema", "decay"):
+        name = "b1"  # of "adafactor"
+    for part, options in _GROUPS.items():
+        if name in {field.name for field in dataclasses.fields(options)}:
+            return f"--{part}{_option(name).replace('--', '.')}"
+    return f"the optimizer's {'.'.join(keys[1:])}"
 
 
 def _check(config: Config) -> None:

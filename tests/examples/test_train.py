@@ -1,5 +1,6 @@
 """The whole program on a small text and a very small model."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -17,9 +18,10 @@ import optax
 import pytest
 from flax import nnx
 
+from examples.gpt2 import checkpoints, metrics, step, train
 from examples.gpt2 import config as settings
 from examples.gpt2 import model as gpt
-from examples.gpt2 import train
+from examples.gpt2 import run as one_run
 
 ROOT = pathlib.Path(__file__).parents[2]
 SMALL_MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "tokenizer": "bytes"}
@@ -43,9 +45,9 @@ def arguments(work, name, *extra):
     return list(map(str, [*options, *places, *extra]))
 
 
-def saved(out, step=6):
-    with train.contextlib.closing(train.open_checkpoints(out)) as checkpoints:
-        return checkpoints.restore(step).state
+def saved(out, at=6):
+    with contextlib.closing(checkpoints.open_checkpoints(out)) as manager:
+        return manager.restore(at).state
 
 
 def assert_equal_bits(first, second):
@@ -131,8 +133,8 @@ def test_elastic_needs_adaptive_ranks(work, capsys):
 
 
 def test_a_checkpoint_of_other_parameters_names_them(elastic, work, capsys, monkeypatch):
-    real = train.settings  # else the settings would be found to differ first
-    monkeypatch.setattr(train, "settings", lambda *of: real(*of) | {"width": 16})
+    real = one_run.settings  # else the settings would be found to differ first
+    monkeypatch.setattr(one_run, "settings", lambda *of: real(*of) | {"width": 16})
     shutil.copytree(elastic, work / "elastic-wide")
     wide = arguments(work, "elastic-wide", *ELASTIC, "--resume", "--width", 32)
     assert train.main(wide) == 2
@@ -222,7 +224,31 @@ def test_resume_needs_a_checkpoint_of_the_same_settings(trained, work, capsys):
     (work / "empty/checkpoints").mkdir(parents=True, exist_ok=True)
     assert_refused(capsys, arguments(work, "empty", "--resume"), "no checkpoint")
     other = arguments(work, out.name, "--optimizer", optimizer, "--resume", "--seed", 1)
-    assert_refused(capsys, other, "seed was 0, now 1")
+    assert_refused(capsys, other, "other settings: --seed was 0, now 1\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["--adapprox.max-rank", 3], "--adapprox.max-rank was 4, now 3"),
+        (["--hyper.b1", 0.5], "--hyper.b1 was 0.9, now 0.5"),
+        (["--optimizer", "adafactor"], "--optimizer was adapprox, now adafactor"),
+        (["--data", pathlib.Path(__file__)], "the text (--data) was "),
+    ],
+)
+def test_resume_names_the_options_that_differ_and_no_others(work, capsys, changed, words):
+    if not (work / "resumed-with-others").exists():
+        assert train.main(arguments(work, "resumed-with-others", "--steps", 3)) == 0
+    capsys.readouterr()
+    command = arguments(work, "resumed-with-others", "--steps", 3, "--resume", *changed)
+    assert_refused(capsys, command, f"the checkpoint is of other settings: {words}")
+
+
+def test_options_are_named_as_they_are_given():
+    assert settings.option_of(("learning_rate",)) == "--learning-rate"
+    adafactor = ("optimizer_settings", "ema", "decay")
+    assert settings.option_of(adafactor) == "--hyper.b1"
+    assert settings.option_of((*adafactor[:2], "debias")) == "the optimizer's ema.debias"
 
 
 def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(trained, work, capsys):
@@ -231,7 +257,7 @@ def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(trained, work
     assert_refused(capsys, arguments(work, "foreign"), "not a run's folder")
     shutil.copytree(trained[1], work / "earlier", dirs_exist_ok=True)
     config = dataclasses.replace(settings.Config(), out=work / "earlier")
-    train.prepare_folder(config, {})
+    one_run.prepare_folder(config, {})
     kept = work / "earlier.1"
     assert (kept / "metrics.jsonl").exists()
     assert [path.name for path in (work / "earlier").iterdir()] == ["settings.json"]
@@ -254,8 +280,8 @@ def test_accumulation_equals_the_larger_batch():
     for parts in (1, 4):
         graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(0)), nnx.Param)
         params, tx = nnx.to_pure_dict(params), optax.sgd(1.0)
-        step = train.train_step(graphdef, tx, parts)
-        results.append(step(train.TrainState(params, tx.init(params)), tokens))
+        take = step.train_step(graphdef, tx, parts)
+        results.append(take(step.TrainState(params, tx.init(params)), tokens))
     (whole, whole_loss), (parts, parts_loss) = results
     np.testing.assert_allclose(whole_loss, parts_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
@@ -303,9 +329,9 @@ def test_comparison_goes_on_where_it_was_interrupted(work, capsys, monkeypatch):
         assert not keep
         done.append((config.optimizer, config.learning_rate, config.seed))
         if config.learning_rate > 1:
-            raise train.DivergedError("the loss is nan")
+            raise metrics.DivergedError("the loss is nan")
         loss = config.learning_rate + config.seed
-        return train.Result({}, loss, [(3, 5.0), (6, loss)], {"state_mib": 1.0}, 1.0)
+        return one_run.Result({}, loss, [(3, 5.0), (6, loss)], {"state_mib": 1.0}, 1.0)
 
     def command(*names):
         rates = ["--learning-rates", 0.25, 0.5, 2, "--seeds", 3]
