@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from examples.gpt2 import data as text
 from examples.gpt2 import optimizers
+from examples.gpt2.hints import by_case, show_defaults
 from examples.gpt2.model import CONFIGS, GPTConfig
 
 
@@ -34,19 +35,39 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Trains GPT-2 on text, or compares optimizers at it.
+def _preset_defaults() -> dict[str, str]:
+    """What `--help` shows for the options that the presets decide, and for others that are None."""
+    settings = {
+        model: dataclasses.asdict(preset) | dataclasses.asdict(CONFIGS[model])
+        for model, preset in PRESETS.items()
+    }
+    names = settings["tiny"]
+    words = {name: by_case({model: of[name] for model, of in settings.items()}) for name in names}
+    ratios = {
+        model: f"{preset.min_learning_rate / preset.learning_rate:.3g} of the peak"
+        for model, preset in PRESETS.items()
+    }
+    return words | {
+        "vocabulary": f"{words['vocabulary']}, 256 with --tokenizer bytes",
+        "min_learning_rate": by_case(ratios),
+        "data": "the standard library's source",
+        "out": "a folder in runs/gpt2, named after the model, the optimizer and the seed",
+        "compare": "none",
+        "learning_rates": "that of --learning-rate",
+    }
 
-    An option that is None takes the value of the model's preset.
-    """
+
+@dataclasses.dataclass(frozen=True)
+@show_defaults(_preset_defaults())
+class Config:
+    """Trains GPT-2 on text, or compares optimizers at it."""
 
     model: Literal["tiny", "117M", "345M"] = "tiny"
     """Size of the model, with the batch, steps and rates that go with it."""
     optimizer: optimizers.Name = "adapprox"
     """What trains it."""
     data: pathlib.Path | None = None
-    """A UTF-8 text file or a folder of them; by default the standard library's source."""
+    """A UTF-8 text file or a folder of them."""
     tokenizer: text.Tokenizer = "sentencepiece"
     """SentencePiece, trained on the training split, or plain bytes."""
 
@@ -59,7 +80,7 @@ class Config:
     learning_rate: float | None = None
     """Peak of the learning rate."""
     min_learning_rate: float | None = None
-    """Rate at the end; by default in proportion to the peak, as in the preset."""
+    """Rate at the end."""
     warmup: int | None = None
     """Updates before the peak."""
     seed: int = 0
@@ -76,22 +97,22 @@ class Config:
     context: int | None = None
     """Tokens in a window."""
     vocabulary: int | None = None
-    """Tokens of the tokenizer, at most; 256 with --tokenizer bytes."""
+    """Tokens of the tokenizer, at most."""
 
     hyper: optimizers.Hyperparameters = dataclasses.field(
         default_factory=optimizers.Hyperparameters
     )
-    """What all optimizers share."""
+    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8."""
     adapprox: optimizers.AdapproxOptions = dataclasses.field(
         default_factory=optimizers.AdapproxOptions
     )
-    """Keywords of adapprox_jax.adapprox; None is its default."""
+    """Keywords of adapprox_jax.adapprox, where they are explained."""
     elastic: bool = False
     """Begin with narrow factor buffers and widen them where ranks reach their width, up to
     --adapprox.max-rank. The rank must be adaptive."""
 
     out: pathlib.Path | None = None
-    """Folder for checkpoints, metrics and figures; by default under runs/gpt2."""
+    """Folder for checkpoints, metrics and figures."""
     cache: pathlib.Path = pathlib.Path("runs/data")
     """Folder for tokenizers and tokens."""
     resume: bool = False

@@ -27,8 +27,10 @@ Texts = list[tuple[str, str]]  # (relative path, text), sorted by path
 
 VALIDATION_SHARE = 0.05  # of the characters; a file that would bring it above twice this is skipped
 SAMPLE_CHARACTERS = 4_000_000  # of the training split, for the tokenizer's training
-_SENTENCE_BYTES = 2**16  # SentencePiece leaves out what is longer, and says nothing
-_SENTENCE_CHARACTERS = _SENTENCE_BYTES // 4  # at most, in UTF-8
+# SentencePiece leaves out lines that are longer or have its mark for the unknown, and says nothing.
+_SENTENCE_BYTES = 2**16
+_SENTENCE_CHARACTERS = _SENTENCE_BYTES // 4  # of at most 4 bytes in UTF-8
+_RESERVED = "\u2585"
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _CACHE_FORMAT = 2  # raise it when the cached files change in meaning
 
@@ -279,9 +281,12 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
 
 
 def _sentences(texts: Texts) -> Iterator[str]:
-    """Lines without their newlines, long ones in pieces: every character is in one of them."""
+    """Lines without their newlines, long ones in pieces: every character is in one of them.
+
+    Only the reserved character is left out; a text that has it is encoded with its bytes.
+    """
     for _, text in texts:
-        for line in text.split("\n"):
+        for line in text.replace(_RESERVED, "\n").split("\n"):
             for start in range(0, len(line), _SENTENCE_CHARACTERS):
                 yield line[start : start + _SENTENCE_CHARACTERS]
 

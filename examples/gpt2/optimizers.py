@@ -12,6 +12,7 @@ import jax
 import optax
 
 import adapprox_jax
+from examples.gpt2.hints import by_case, show_defaults
 
 Name = Literal["adapprox", "adapprox-paper", "adamw", "adafactor"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -19,16 +20,38 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """What all optimizers share, but for b2: "adafactor" has a decay of its own."""
+    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8."""
 
     b1: float = 0.9
     b2: float = 0.999
     weight_decay: float = 0.1
 
 
+# Guided, as the paper's pretraining is.
+PAPER = {**adapprox_jax.PAPER, "cosine_guidance": True}
+
+
+def _arguments(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """All arguments of a function by name, with defaults where none is given, but for the rate."""
+    bound = inspect.signature(function).bind_partial(**given)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _library_defaults() -> dict[str, str]:
+    """Words for the defaults of `adapprox_jax.adapprox`, and of the paper where it has others."""
+    library = _arguments(adapprox_jax.adapprox)
+    words = {
+        name: by_case({"adapprox": value, "adapprox-paper": PAPER.get(name, value)})
+        for name, value in library.items()
+    }
+    return words | {"sampling_threshold": "False"}
+
+
 @dataclasses.dataclass(frozen=True)
+@show_defaults(_library_defaults())
 class AdapproxOptions:
-    """Keywords of `adapprox_jax.adapprox`; None leaves the library's default (or the paper's)."""
+    """Keywords of `adapprox_jax.adapprox`, where they are explained."""
 
     initial_rank: int | None = None
     max_rank: int | float | None = None
@@ -71,8 +94,7 @@ def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     """
     given = options.given()
     sampling = given.pop("sampling_threshold", False)
-    # Guided, as the paper's pretraining is.
-    paper = {**adapprox_jax.PAPER, "cosine_guidance": True} if name == "adapprox-paper" else {}
+    paper = PAPER if name == "adapprox-paper" else {}
     used = _arguments(adapprox_jax.adapprox, **_shared(hyper), **paper | given)
     if sampling:
         late = used["error_threshold"]
@@ -115,13 +137,6 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
         case _:
             raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
     return _in_words(used)
-
-
-def _arguments(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """All arguments of a function by name, with defaults where none is given, but for the rate."""
-    bound = inspect.signature(function).bind_partial(**given)
-    bound.apply_defaults()
-    return dict(bound.arguments)
 
 
 def _shared(hyper: Hyperparameters) -> dict[str, Any]:

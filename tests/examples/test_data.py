@@ -144,10 +144,10 @@ def test_sentencepiece_round_trip(folder, tmp_path):
 
 @pytest.mark.parametrize("letters", ["abcdefgh", "𝛼𝛽𝛾𝛿𝜀𝜁𝜂𝜃"])
 def test_a_long_line_trains_the_tokenizer(tmp_path, letters):
-    """Also after a short one, which alone would be enough for a tokenizer."""
+    """Also after a short one, which alone would be enough for a tokenizer, or a reserved mark."""
     words = np.random.default_rng(0).choice(list(letters), (40_000, 3))
     line = " ".join("".join(word) for word in words)
-    for text in (line, "short\n" + line):
+    for text in (line, "short\n" + line, "short\n\u2585" + line[:12_000]):
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         loaded = load(tmp_path / "a.txt", tmp_path, tokenizer="sentencepiece")
         assert loaded.decode(loaded.train) + loaded.decode(loaded.validation) == text

@@ -171,6 +171,14 @@ def test_ctrl_c_saves_and_resume_gives_the_same_bits(work):
     assert_equal_bits(saved(work / "stopped", 800), saved(work / "whole", 800))
 
 
+def test_a_text_of_one_long_line_is_trained_on(work):
+    (work / "line.txt").write_text("one line without an end, " * 4000)
+    options = ["--tokenizer", "sentencepiece", "--vocabulary", 300, "--optimizer", "adamw"]
+    command = arguments(work, "line", "--data", work / "line.txt", "--steps", 3, *options)
+    assert train.main(command) == 0
+    assert "without" in (work / "line/sample.txt").read_text()  # the prompt
+
+
 # ----------------------------------------------------------------------------------- bad input
 
 
