@@ -150,7 +150,7 @@ def recorded_runs(name: str) -> list[dict[str, Any]]:
     wanted = CONTENDERS[name].recorded_as
     rows = records.read(LOSSES / "after_speed.jsonl")
     if wanted != "adapprox":  # whose records there are of earlier defaults
-        rows += records.read(LOSSES / "choices.jsonl")
+        rows += records.read(LOSSES / "adamw_at_1.2e-3.jsonl")
         rows += json.loads((LOSSES / "comparison.json").read_text())["runs"]
     return [
         {
