@@ -65,10 +65,7 @@ def restore(
     if step is None:
         raise UsageError(f"--resume: there is no checkpoint in {checkpoints.directory}")
     extra = checkpoints.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore())).extra
-    if extra["settings"]["optimizer"] == used["optimizer"]:
-        differences = _differences(extra["settings"], used, option_of)
-    else:  # whose settings have little in common
-        differences = f"--optimizer was {extra['settings']['optimizer']}, now {used['optimizer']}"
+    differences = _other_settings(extra["settings"], used)
     if differences:
         raise UsageError(f"--resume: the checkpoint is of other settings: {differences}")
     differences = _differences(extra["shapes"], _shapes(state.params), "".join)
@@ -80,6 +77,14 @@ def restore(
     target = target._asdict()
     arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
     return step, TrainState(**checkpoints.restore(step, args=arguments).state)
+
+
+def _other_settings(old: dict[str, Any], new: dict[str, Any]) -> str:
+    """The settings that differ, by their options; not those that follow from one that is named."""
+    following = {"optimizer": "optimizer_settings", "tokenizer": "data", "vocabulary": "data"}
+    left_out = {other for name, other in following.items() if old.get(name) != new.get(name)}
+    old, new = ({k: v for k, v in used.items() if k not in left_out} for used in (old, new))
+    return _differences(old, new, option_of)
 
 
 def _shapes(params: Any) -> dict[str, list[int]]:

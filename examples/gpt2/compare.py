@@ -27,7 +27,7 @@ def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) 
 
     Args:
       config: The settings of all runs; `compare`, `seeds` and `learning_rates` say which.
-      run: Trains one model: settings to a `train.Result`.
+      run: Trains one model: settings to a `run.Result`.
       diverged: What `run` raises when the loss is not finite; that run counts as an infinite loss.
     """
     resolved = resolve(config)
