@@ -240,7 +240,11 @@ def _check(config: Config) -> None:
             f"{config.batch_size}, and must"
         )
     for name in config.compare or (config.optimizer,):
-        if config.elastic and not optimizers.ranks_adapt(name, config.hyper, config.adapprox):
+        try:
+            adapts = optimizers.ranks_adapt(name, config.hyper, config.adapprox)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}") from None
+        if config.elastic and not adapts:
             raise UsageError(
                 "--elastic needs ranks that adapt: adapprox with --adapprox.initial-rank, or"
                 f" adapprox-paper, and not {name}"

@@ -199,6 +199,10 @@ def test_bad_text_is_refused_in_one_line(work, capsys):
         (["--vocabulary", 100], ["--vocabulary 100", "256"]),
         (["--hyper.b1", 2], ["b1", "2"]),
         (["--adapprox.power-iterations", 0], ["power_iterations", "0"]),
+        (
+            ["--adapprox.sampling-threshold", True, "--adapprox.error-threshold", -1],
+            ["adapprox: at_least is -1"],
+        ),
         (["--compare", "adamw", "--resume"], ["--compare", "--resume"]),
     ],
 )
