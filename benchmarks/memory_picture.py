@@ -1,9 +1,9 @@
 """Validation loss against bytes of state a parameter: `python -m benchmarks.memory_picture`.
 
 Trains the default GPT-2 of `examples.gpt2.train` with each optimizer: every rate with the first
-seed, the best with the others. A finished run is one line of `docs/results/memory.jsonl`, and is
-not done again. AdamW, Adafactor and Adapprox at rank 8 are taken from the records of
-docs/results.md. Writes `docs/results/memory.json` and `memory.png`.
+seed, the best with the others. A finished run is one line of
+`results/memory/loss_against_bytes.jsonl`, and is not done again. AdamW, Adafactor and Adapprox at
+rank 8 are taken from the records of docs/results.md. Writes JSON and a picture beside the lines.
 """
 
 import itertools
@@ -26,11 +26,12 @@ from benchmarks.contenders import DECAY, adafactor
 from examples.gpt2 import records
 from examples.gpt2.config import Config
 from examples.gpt2.optimizers import is_matrix
-from examples.gpt2.train import run
+from examples.gpt2.run import run
 
-RESULTS = pathlib.Path(__file__).parents[1] / "docs" / "results"
+LOSSES = pathlib.Path(__file__).parents[1] / "results" / "loss"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"
 SEEDS = (0, 1, 2)
-_OTHERS_SETTINGS = ("optimizer", "adapprox", "hyper", "elastic")  # not what is trained with here
+_OTHERS_SETTINGS = ("optimizer", "optimizer_settings", "elastic")  # not what is trained with here
 
 
 class QuantizedAdamState(NamedTuple):
@@ -122,7 +123,7 @@ CONTENDERS: dict[str, Contender] = {
 
 def result(name: str, rate: float, seed: int, may_train: bool) -> dict[str, Any] | None:
     """One run: from the file if it is there, else trained now, or None if it may not be."""
-    path, contender = RESULTS / "memory.jsonl", CONTENDERS[name]
+    path, contender = RESULTS / "loss_against_bytes.jsonl", CONTENDERS[name]
     key = {"name": name, "learning_rate": rate, "seed": seed}
     rows = recorded_runs(name) + records.read(path)
     found = next((row for row in rows if key.items() <= row.items()), None)
@@ -147,10 +148,10 @@ def result(name: str, rate: float, seed: int, may_train: bool) -> dict[str, Any]
 def recorded_runs(name: str) -> list[dict[str, Any]]:
     """The runs of docs/results.md of one contender with its default settings."""
     wanted = CONTENDERS[name].recorded_as
-    rows = records.read(RESULTS / "after_speed.jsonl")
+    rows = records.read(LOSSES / "after_speed.jsonl")
     if wanted != "adapprox":  # whose records there are of earlier defaults
-        rows += records.read(RESULTS / "choices.jsonl")
-        rows += json.loads((RESULTS / "comparison.json").read_text())["runs"]
+        rows += records.read(LOSSES / "adamw_at_1.2e-3.jsonl")
+        rows += json.loads((LOSSES / "comparison.json").read_text())["runs"]
     return [
         {
             "name": name,
@@ -192,7 +193,7 @@ def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
             "losses": losses,
             "first_seed": {f"{row['learning_rate']:g}": row["validation_loss"] for row in runs},
         }
-    (RESULTS / "memory.json").write_text(
+    (RESULTS / "loss_against_bytes.json").write_text(
         json.dumps({"command": "python -m benchmarks.memory_picture", "summary": summary}, indent=1)
         + "\n"
     )
@@ -203,7 +204,7 @@ def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
             f"| {name} | {row['bytes_a_parameter']:.2f} | {row['validation_loss']:.4f}"
             f" | {row['standard_error']:.4f} | {row['learning_rate']:g} |"
         )
-    draw(summary, RESULTS / "memory.png")
+    draw(summary, RESULTS / "loss_against_bytes.png")
 
 
 def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:

@@ -2,8 +2,8 @@
 
 States are made under `jax.eval_shape` and steps are compiled for abstract values, so that nothing
 is allocated. With `--peak` the peak of the whole training step follows, by what the compiler plans
-(`memory_analysis`). Results go to `benchmarks/results/memory_table.json` and
-`benchmarks/results/memory_peak_<device>.json`.
+(`memory_analysis`). Results go to `results/memory/memory_table.json` and
+`results/memory/memory_peak_<device>.json`.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from benchmarks.contenders import DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from examples.gpt2.model import CONFIGS, GPT, loss
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"
 MIB = 2**20
 MODELS = ("117M", "345M")
 FIRST_MOMENTS = (0.9, 0.0)

@@ -3,7 +3,7 @@
 The matrices are exact second moments from a real training run: a GPT-2 of two layers, as wide as
 the 345M model, trained by Adam on the source text of the standard library. Each method factors each
 of them: S-RSI, the singular value decomposition, and Adafactor's row and column means (rank 1).
-Results go to `benchmarks/results/srsi_<device>.json` and a picture beside it.
+Results go to `results/speed/srsi_<device>.json` and a picture beside it.
 """
 
 import functools
@@ -27,9 +27,10 @@ from tqdm import tqdm
 import adapprox_jax
 from adapprox_jax.low_rank import relative_error
 from examples.gpt2 import data as text
+from examples.gpt2.batches import batches
 from examples.gpt2.model import GPT, GPTConfig, loss
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 VOCABULARY = 512
 
 
@@ -57,7 +58,7 @@ def second_moments(width: int, layers: int, steps: int) -> dict[str, jax.Array]:
         return optax.apply_updates(params, updates), state
 
     state = jax.jit(tx.init)(params)
-    windows = text.batches(tokens, config.context, 4, 0)
+    windows = batches(tokens, config.context, 4, 0)
     for _ in tqdm(range(steps), desc="training", unit="step"):
         params, state = step(params, state, jnp.asarray(next(windows)))
     windows.close()

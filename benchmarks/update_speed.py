@@ -3,7 +3,7 @@
 All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
 slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
 A cycle has `rank_interval` steps, those that choose ranks included. Memory is what the compiler
-plans (`memory_analysis`). Results go to `benchmarks/results/update_speed_<models>_<device>.json`
+plans (`memory_analysis`). Results go to `results/speed/update_speed_<models>_<device>.json`
 and a picture beside it.
 """
 
@@ -30,7 +30,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import gradients_like, parameter_shapes, random_like
 from examples.gpt2.model import CONFIGS, GPT, loss
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 MIB = 2**20
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from examples.gpt2 import plots, records
 from examples.gpt2.config import Config, UsageError, load_data, resolve, settings
@@ -26,7 +27,7 @@ def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) 
 
     Args:
       config: The settings of all runs; `compare`, `seeds` and `learning_rates` say which.
-      run: Trains one model: settings to a `train.Result`.
+      run: Trains one model: settings to a `run.Result`.
       diverged: What `run` raises when the loss is not finite; that run counts as an infinite loss.
     """
     resolved = resolve(config)
@@ -135,7 +136,7 @@ def loss_of(row: dict[str, Any]) -> float:
 
 def versions() -> dict[str, str]:
     """What the numbers were made with."""
-    return {"python": platform.python_version(), "jax": jax.__version__}
+    return {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__}
 
 
 def _run(run: Callable[..., Any], diverged: type[Exception], one: Config) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from examples.gpt2 import data as text
 from examples.gpt2 import optimizers
+from examples.gpt2.hints import by_case, show_defaults
 from examples.gpt2.model import CONFIGS, GPTConfig
 
 
@@ -34,19 +35,39 @@ PRESETS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Trains GPT-2 on text, or compares optimizers at it.
+def _preset_defaults() -> dict[str, str]:
+    """What `--help` shows for the options that the presets decide, and for others that are None."""
+    settings = {
+        model: dataclasses.asdict(preset) | dataclasses.asdict(CONFIGS[model])
+        for model, preset in PRESETS.items()
+    }
+    names = settings["tiny"]
+    words = {name: by_case({model: of[name] for model, of in settings.items()}) for name in names}
+    ratios = {
+        model: f"{preset.min_learning_rate / preset.learning_rate:.3g} of the peak"
+        for model, preset in PRESETS.items()
+    }
+    return words | {
+        "vocabulary": f"{words['vocabulary']}, 256 with --tokenizer bytes",
+        "min_learning_rate": by_case(ratios),
+        "data": "the standard library's source",
+        "out": "a folder in runs/gpt2, named after the model, the optimizer and the seed",
+        "compare": "none",
+        "learning_rates": "that of --learning-rate",
+    }
 
-    An option that is None takes the value of the model's preset.
-    """
+
+@dataclasses.dataclass(frozen=True)
+@show_defaults(_preset_defaults())
+class Config:
+    """Trains GPT-2 on text, or compares optimizers at it."""
 
     model: Literal["tiny", "117M", "345M"] = "tiny"
     """Size of the model, with the batch, steps and rates that go with it."""
     optimizer: optimizers.Name = "adapprox"
     """What trains it."""
     data: pathlib.Path | None = None
-    """A UTF-8 text file or a folder of them; by default the standard library's source."""
+    """A UTF-8 text file or a folder of them."""
     tokenizer: text.Tokenizer = "sentencepiece"
     """SentencePiece, trained on the training split, or plain bytes."""
 
@@ -59,7 +80,7 @@ class Config:
     learning_rate: float | None = None
     """Peak of the learning rate."""
     min_learning_rate: float | None = None
-    """Rate at the end; by default in proportion to the peak, as in the preset."""
+    """Rate at the end."""
     warmup: int | None = None
     """Updates before the peak."""
     seed: int = 0
@@ -76,22 +97,22 @@ class Config:
     context: int | None = None
     """Tokens in a window."""
     vocabulary: int | None = None
-    """Tokens of the tokenizer, at most; 256 with --tokenizer bytes."""
+    """Tokens of the tokenizer, at most."""
 
     hyper: optimizers.Hyperparameters = dataclasses.field(
         default_factory=optimizers.Hyperparameters
     )
-    """What all optimizers share."""
+    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8."""
     adapprox: optimizers.AdapproxOptions = dataclasses.field(
         default_factory=optimizers.AdapproxOptions
     )
-    """Keywords of adapprox_jax.adapprox; None is its default."""
+    """Keywords of adapprox_jax.adapprox, where they are explained."""
     elastic: bool = False
     """Begin with narrow factor buffers and widen them where ranks reach their width, up to
     --adapprox.max-rank. The rank must be adaptive."""
 
     out: pathlib.Path | None = None
-    """Folder for checkpoints, metrics and figures; by default under runs/gpt2."""
+    """Folder for checkpoints, metrics and figures."""
     cache: pathlib.Path = pathlib.Path("runs/data")
     """Folder for tokenizers and tokens."""
     resume: bool = False
@@ -156,18 +177,39 @@ def load_data(config: Config) -> text.Data:
     )
 
 
+_GROUPS = {"hyper": optimizers.Hyperparameters, "adapprox": optimizers.AdapproxOptions}
 # What a run does, as opposed to where it is kept and what is shown of it.
 _NOT_SETTINGS = {
     *("data", "out", "cache", "resume", "checkpoint_every", "sample_tokens"),
     *("compare", "seeds", "learning_rates"),
+    *_GROUPS,  # what becomes of them is in the optimizer's settings
 }
 
 
 def settings(config: Config, data_key: str) -> dict[str, Any]:
-    """All that decides the result of a resolved run, for the records; the same for equal runs."""
+    """All that decides the result of a resolved run, for the records; the same for equal runs.
+
+    Every argument of the optimizer is there as it was resolved: a record tells what was run also
+    when defaults have changed since.
+    """
     kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
-    kept["adapprox"] = optimizers.settings(config.optimizer, config.adapprox)
-    return {**kept, "data": data_key}
+    optimizer = optimizers.settings(config.optimizer, config.hyper, config.adapprox)
+    return {**kept, "optimizer_settings": optimizer, "data": data_key}
+
+
+def option_of(keys: tuple[str, ...]) -> str:
+    """The option that decides an entry of `settings`, which has these keys."""
+    name = keys[-1]
+    if keys == ("data",):
+        return "the text (--data)"
+    if keys[0] != "optimizer_settings":
+        return _option(name)
+    if keys[1:] == ("ema", "decay"):
+        name = "b1"  # of "adafactor"
+    for part, options in _GROUPS.items():
+        if name in {field.name for field in dataclasses.fields(options)}:
+            return f"--{part}{_option(name).replace('--', '.')}"
+    return f"the optimizer's {'.'.join(keys[1:])}"
 
 
 def _check(config: Config) -> None:
@@ -198,7 +240,11 @@ def _check(config: Config) -> None:
             f"{config.batch_size}, and must"
         )
     for name in config.compare or (config.optimizer,):
-        if config.elastic and "initial_rank" not in optimizers.settings(name, config.adapprox):
+        try:
+            adapts = optimizers.ranks_adapt(name, config.hyper, config.adapprox)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}") from None
+        if config.elastic and not adapts:
             raise UsageError(
                 "--elastic needs ranks that adapt: adapprox with --adapprox.initial-rank, or"
                 f" adapprox-paper, and not {name}"

@@ -1,4 +1,4 @@
-"""Text to batches: files -> split -> tokens in a memory-mapped file -> batches by Grain.
+"""Text to tokens: files -> split -> tokens in a memory-mapped file.
 
 The text is the Python source of the running interpreter's standard library (real text that is on
 every machine), or any UTF-8 text file or folder. Files are split into training and validation by
@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-import grain
 import numpy as np
 import sentencepiece
 
@@ -28,8 +27,12 @@ Texts = list[tuple[str, str]]  # (relative path, text), sorted by path
 
 VALIDATION_SHARE = 0.05  # of the characters; a file that would bring it above twice this is skipped
 SAMPLE_CHARACTERS = 4_000_000  # of the training split, for the tokenizer's training
+# SentencePiece leaves out lines that are longer or have its mark for the unknown, and says nothing.
+_SENTENCE_BYTES = 2**16
+_SENTENCE_CHARACTERS = _SENTENCE_BYTES // 4  # of at most 4 bytes in UTF-8
+_RESERVED = "\u2585"
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_CACHE_FORMAT = 1  # raise it when the cached files change in meaning
+_CACHE_FORMAT = 2  # raise it when the cached files change in meaning
 
 
 class DataError(ValueError):
@@ -245,11 +248,10 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
       The serialised model, of `vocabulary` tokens or as many as the text gives.
     """
     every = -(-sum(len(text) for _, text in texts) // SAMPLE_CHARACTERS)
-    lines = (line for _, text in texts[::every] for line in text.split("\n") if line)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
+            sentence_iterator=_sentences(texts[::every]),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocabulary,
@@ -265,7 +267,7 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
             eos_id=1,  # ends each file
             bos_id=-1,
             pad_id=-1,
-            max_sentence_length=2**16,
+            max_sentence_length=_SENTENCE_BYTES,
             num_threads=os.cpu_count() or 1,
             minloglevel=2,
         )
@@ -276,6 +278,17 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
             f"give another --vocabulary or --tokenizer bytes"
         ) from None
     return model.getvalue()
+
+
+def _sentences(texts: Texts) -> Iterator[str]:
+    """Lines without their newlines, long ones in pieces: every character is in one of them.
+
+    Only the reserved character is left out; a text that has it is encoded with its bytes.
+    """
+    for _, text in texts:
+        for line in text.replace(_RESERVED, "\n").split("\n"):
+            for start in range(0, len(line), _SENTENCE_CHARACTERS):
+                yield line[start : start + _SENTENCE_CHARACTERS]
 
 
 def encode_sentencepiece(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
@@ -298,51 +311,3 @@ def _chunks(text: str, size: int = 2**16) -> Iterator[str]:
         end = text.find("\n", start + size) + 1 or len(text)
         yield text[start:end]
         start = end
-
-
-# ------------------------------------------------------------------------------------ batches
-
-
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Tokens seen as consecutive windows of `context` inputs and the target after the last one."""
-
-    tokens: np.ndarray
-    context: int
-
-    def __len__(self) -> int:
-        """Number of whole windows."""
-        return (len(self.tokens) - 1) // self.context
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Window `index`: `context + 1` tokens, the last of which begins the next window."""
-        start = int(index) * self.context
-        return np.asarray(self.tokens[start : start + self.context + 1], np.int32)
-
-
-def batches(
-    tokens: np.ndarray, context: int, batch_size: int, seed: int
-) -> grain.DatasetIterator[np.ndarray]:
-    """Endless batches of shape (batch_size, context + 1), each epoch in a new order.
-
-    The order depends on the seed alone, and the iterator's `get_state` and `set_state` keep and
-    restore the position in it.
-    """
-    dataset = grain.MapDataset.source(Windows(tokens, context)).seed(seed).shuffle().repeat()
-    dataset = dataset.batch(batch_size, drop_remainder=True)
-    # Reading is a copy out of a memory map: one thread ahead of the training is plenty.
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
-
-
-def validation_batches(tokens: np.ndarray, context: int, batch_size: int, count: int) -> np.ndarray:
-    """At most `count` batches spread evenly over a split: the same for every run and seed.
-
-    Returns:
-      An array of shape (batches, batch, context + 1); one smaller batch where there are too few
-      windows for a whole one.
-    """
-    windows = Windows(tokens, context)
-    batch_size = min(batch_size, len(windows))
-    count = min(count, len(windows) // batch_size)
-    indices = np.linspace(0, len(windows) - 1, count * batch_size).round().astype(int)
-    return np.stack([windows[i] for i in indices]).reshape(count, batch_size, context + 1)

@@ -93,7 +93,7 @@ class GPT(nnx.Module):
 
 
 def loss(model: GPT, tokens_BxL: jax.Array) -> jax.Array:
-    """Mean cross-entropy (nats a token) of each token given those before it."""
+    """Mean cross-entropy (nats per token) of each token given those before it."""
     logits_BxLxV = model(tokens_BxL[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(
         logits_BxLxV, tokens_BxL[:, 1:].astype(jnp.int32)

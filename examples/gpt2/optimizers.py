@@ -5,12 +5,14 @@ All of them decay only matrices, decoupled from the gradient, as the paper does.
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import optax
 
 import adapprox_jax
+from examples.gpt2.hints import by_case, show_defaults
 
 Name = Literal["adapprox", "adapprox-paper", "adamw", "adafactor"]
 NAMES: tuple[str, ...] = get_args(Name)
@@ -18,16 +20,38 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """What all optimizers share."""
+    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8."""
 
     b1: float = 0.9
     b2: float = 0.999
     weight_decay: float = 0.1
 
 
+# Guided, as the paper's pretraining is.
+PAPER = {**adapprox_jax.PAPER, "cosine_guidance": True}
+
+
+def _arguments(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """All arguments of a function by name, with defaults where none is given, but for the rate."""
+    bound = inspect.signature(function).bind_partial(**given)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _library_defaults() -> dict[str, str]:
+    """Words for the defaults of `adapprox_jax.adapprox`, and of the paper where it has others."""
+    library = _arguments(adapprox_jax.adapprox)
+    words = {
+        name: by_case({"adapprox": value, "adapprox-paper": PAPER.get(name, value)})
+        for name, value in library.items()
+    }
+    return words | {"sampling_threshold": "False"}
+
+
 @dataclasses.dataclass(frozen=True)
+@show_defaults(_library_defaults())
 class AdapproxOptions:
-    """Keywords of `adapprox_jax.adapprox`; None leaves the library's default (or the paper's)."""
+    """Keywords of `adapprox_jax.adapprox`, where they are explained."""
 
     initial_rank: int | None = None
     max_rank: int | float | None = None
@@ -56,28 +80,96 @@ class AdapproxOptions:
         return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
 
 
-def settings(name: Name, options: AdapproxOptions) -> dict[str, Any]:
-    """What an Adapprox runs with, the library's defaults included, for the records; else empty.
+def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> dict[str, Any]:
+    """Every keyword of `adapprox_jax.adapprox` that an Adapprox is built with.
 
-    Only what JSON can hold.
+    Args:
+      name: "adapprox" or "adapprox-paper".
+      hyper: What all optimizers share.
+      options: What is given beyond the defaults.
+
+    Returns:
+      The library's defaults, overridden by the paper's settings where they are asked for, and by
+      what is given.
     """
-    if not name.startswith("adapprox"):
-        return {}
-    used: dict[str, Any] = {}
-    for function in (adapprox_jax.scale_by_adapprox, adapprox_jax.adapprox):
-        used |= {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    used |= _paper() if name == "adapprox-paper" else {}
-    shared = {field.name for field in dataclasses.fields(Hyperparameters)}
-    used = {k: v for k, v in (used | options.given()).items() if k not in shared}
-    return {k: v for k, v in used.items() if isinstance(v, bool | int | float | str)}
+    given = options.given()
+    sampling = given.pop("sampling_threshold", False)
+    paper = PAPER if name == "adapprox-paper" else {}
+    used = _arguments(adapprox_jax.adapprox, **_shared(hyper), **paper | given)
+    if sampling:
+        late = used["error_threshold"]
+        used["error_threshold"] = adapprox_jax.sampling_threshold(hyper.b2, late)
+        used["rank_growth"] = one_column
+    return used
 
 
-def _one_by_one(error: jax.Array) -> int:
+def ranks_adapt(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> bool:
+    """Whether an optimizer chooses the ranks of its factors as it goes."""
+    if name not in ("adapprox", "adapprox-paper"):
+        return False
+    return keywords(name, hyper, options)["initial_rank"] is not None
+
+
+def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> dict[str, Any]:
+    """Every argument of an optimizer that `build` makes, but for the learning rate's.
+
+    Args:
+      name: One of `NAMES`.
+      hyper: What all optimizers share.
+      options: What is given to Adapprox beyond its defaults; the others ignore it.
+
+    Returns:
+      The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
+      part of its chain that they belong to, under the names that Optax gives them.
+
+    Raises:
+      ValueError: If there is no optimizer of this name.
+    """
+    match name:
+        case "adapprox" | "adapprox-paper":
+            used = keywords(name, hyper, options)
+        case "adamw":
+            used = _arguments(optax.adamw, **_shared(hyper))
+        case "adafactor":
+            used = {part.__name__: _arguments(part, **given) for part, given in _adafactor(hyper)}
+            rate = used["scale_by_factored_rms"]["decay_rate"]
+            used = {"decay": f"1 - t^-{rate}", **used}  # Optax's `decay_rate_fn`
+        case _:
+            raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
+    return _in_words(used)
+
+
+def _shared(hyper: Hyperparameters) -> dict[str, Any]:
+    return {**dataclasses.asdict(hyper), "mask": is_matrix}
+
+
+def _adafactor(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    """The parts of the "adafactor" chain, before the learning rate, with what they are given."""
+    return [
+        (optax.scale_by_factored_rms, {}),
+        (optax.clip_by_block_rms, {"threshold": 1.0}),
+        (optax.ema, {"decay": hyper.b1, "debias": False}),
+        (optax.add_decayed_weights, {"weight_decay": hyper.weight_decay, "mask": is_matrix}),
+    ]
+
+
+def _in_words(value: Any) -> Any:
+    """What JSON can hold as it is; functions by name, with the values that they were made with."""
+    if isinstance(value, dict):
+        return {key: _in_words(item) for key, item in value.items()}
+    if value is is_matrix:
+        return "matrices"
+    if callable(value):
+        made_with = inspect.getclosurevars(value).nonlocals
+        name = value.__qualname__.partition(".<locals>")[0]
+        inner = ", ".join(f"{key}={_in_words(made_with[key])}" for key in sorted(made_with))
+        return f"{name}({inner})" if inner else name
+    return value
+
+
+def one_column(error: jax.Array) -> int:
+    """A growth of the rank by one column, whatever the error."""
     return 1
-
-
-def _paper() -> dict[str, Any]:
-    return {**adapprox_jax.PAPER, "cosine_guidance": True}  # guided, as the paper's pretraining is
 
 
 def is_matrix(params: Any) -> Any:
@@ -109,7 +201,7 @@ def build(
 
     "adafactor" is what compares fairly with the others: its factored second moment with the same
     clip, average of updates, decay and schedule. (`optax.adafactor` would scale the rate by the
-    size of each parameter.)
+    size of each parameter.) Its second moment decays by 1 - t^-0.8 at step t, and not by b2.
 
     Args:
       name: One of `NAMES`.
@@ -119,25 +211,17 @@ def build(
 
     Returns:
       An Optax gradient transformation.
+
+    Raises:
+      ValueError: If there is no optimizer of this name, or Adapprox refuses an argument.
     """
-    shared = dataclasses.asdict(hyper) | {"mask": is_matrix}
     match name:
         case "adapprox" | "adapprox-paper":
-            keywords = (_paper() if name == "adapprox-paper" else {}) | options.given()
-            if keywords.pop("sampling_threshold", False):
-                late = settings(name, options)["error_threshold"]
-                keywords["error_threshold"] = adapprox_jax.sampling_threshold(hyper.b2, late)
-                keywords["rank_growth"] = _one_by_one
-            return adapprox_jax.adapprox(learning_rate, **shared, **keywords)
+            return adapprox_jax.adapprox(learning_rate, **keywords(name, hyper, options))
         case "adamw":
-            return optax.adamw(learning_rate, **shared)
+            return optax.adamw(learning_rate, **_shared(hyper))
         case "adafactor":
-            return optax.chain(
-                optax.scale_by_factored_rms(),
-                optax.clip_by_block_rms(1.0),
-                optax.ema(hyper.b1, debias=False),
-                optax.add_decayed_weights(hyper.weight_decay, mask=is_matrix),
-                optax.scale_by_learning_rate(learning_rate),
-            )
+            parts = [part(**given) for part, given in _adafactor(hyper)]
+            return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
         case _:
             raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")

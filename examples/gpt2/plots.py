@@ -19,7 +19,7 @@ def plot_run(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
     left, right = axes if ranks else (axes, None)
     left.plot(*zip(*train, strict=True), color="0.8", linewidth=0.8, label="training")
     left.plot(*zip(*validation, strict=True), marker="o", markersize=3, label="validation")
-    left.set(xlabel="step", ylabel="loss (nats a token)")
+    left.set(xlabel="step", ylabel="loss (nats per token)")
     left.legend()
     if right is not None:
         steps, reports = zip(*ranks, strict=True)
@@ -55,7 +55,7 @@ def plot_comparison(
         if len(runs) > 1:
             error = losses.std(0, ddof=1) / np.sqrt(len(runs))
             axes.fill_between(steps, mean - error, mean + error, color=line.get_color(), alpha=0.2)
-    axes.set(xlabel="step", ylabel="validation loss (nats a token)")
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)")
     axes.legend()
     _save(figure, path)
 

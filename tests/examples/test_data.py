@@ -142,6 +142,18 @@ def test_sentencepiece_round_trip(folder, tmp_path):
     assert loaded.decode(data.encode_sentencepiece(loaded.processor, strange)) == strange
 
 
+@pytest.mark.parametrize("letters", ["abcdefgh", "𝛼𝛽𝛾𝛿𝜀𝜁𝜂𝜃"])
+def test_a_long_line_trains_the_tokenizer(tmp_path, letters):
+    """Also after a short one, which alone would be enough for a tokenizer, or a reserved mark."""
+    words = np.random.default_rng(0).choice(list(letters), (40_000, 3))
+    line = " ".join("".join(word) for word in words)
+    for text in (line, "short\n" + line, "short\n\u2585" + line[:12_000]):
+        (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+        loaded = load(tmp_path / "a.txt", tmp_path, tokenizer="sentencepiece")
+        assert loaded.decode(loaded.train) + loaded.decode(loaded.validation) == text
+        assert len(loaded.train) < 0.75 * len(text)  # tokens of more than a letter were found
+
+
 def test_cutting_a_text_at_newlines_changes_no_token(folder, tmp_path):
     processor = load(folder, tmp_path, tokenizer="sentencepiece").processor
     text = LINES * 40
@@ -167,52 +179,3 @@ def test_cache_key_follows_text_and_settings(folder, tmp_path):
     (tmp_path / "other.txt").write_text(LINES * 20)
     keys.add(load(tmp_path / "other.txt", tmp_path).key)
     assert len(keys) == 3
-
-
-# ------------------------------------------------------------------------------------- batches
-
-TOKENS = np.arange(101, dtype=np.uint16)
-
-
-def test_windows_share_their_end_with_the_next_start():
-    windows = data.Windows(TOKENS, 10)
-    assert len(windows) == 10
-    assert [int(w[0]) for w in map(windows.__getitem__, range(10))] == list(range(0, 100, 10))
-    np.testing.assert_array_equal(windows[9], np.arange(90, 101))
-
-
-def take(batches, count):
-    return [next(batches) for _ in range(count)]
-
-
-def test_order_is_fixed_by_the_seed():
-    first = take(data.batches(TOKENS, 10, 5, seed=1), 4)
-    again = take(data.batches(TOKENS, 10, 5, seed=1), 4)
-    other = take(data.batches(TOKENS, 10, 5, seed=2), 4)
-    np.testing.assert_array_equal(first, again)
-    assert (np.array(first) != np.array(other)).any()
-
-
-def test_each_epoch_has_every_window_in_a_new_order():
-    drawn = np.array(take(data.batches(TOKENS, 10, 5, seed=0), 4))[:, :, 0].reshape(2, 10)
-    np.testing.assert_array_equal(np.sort(drawn), [range(0, 100, 10)] * 2)
-    assert (drawn[0] != drawn[1]).any()
-
-
-def test_position_is_saved_and_restored():
-    batches = data.batches(TOKENS, 10, 3, seed=0)
-    take(batches, 5)
-    state = batches.get_state()
-    expected = take(batches, 5)
-    fresh = data.batches(TOKENS, 10, 3, seed=0)
-    fresh.set_state(state)
-    np.testing.assert_array_equal(take(fresh, 5), expected)
-
-
-def test_validation_batches_are_spread_and_fixed():
-    batches = data.validation_batches(TOKENS, 10, 2, 3)
-    assert batches.shape == (3, 2, 11)
-    assert batches[0, 0, 0] == 0
-    assert batches[-1, -1, 0] == 90
-    assert data.validation_batches(TOKENS, 10, 2, 100).shape == (5, 2, 11)
-    assert data.validation_batches(TOKENS, 10, 64, 100).shape == (1, 10, 11)

@@ -1,5 +1,6 @@
 """The whole program on a small text and a very small model."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,42 +13,23 @@ import sys
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
 
-import adapprox_jax
+from examples.gpt2 import checkpoints, step, train
 from examples.gpt2 import config as settings
 from examples.gpt2 import model as gpt
-from examples.gpt2 import optimizers, train
+from examples.gpt2 import run as one_run
+from tests.examples.small import arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
-SMALL_MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "tokenizer": "bytes"}
-SHORT_RUN = {"batch-size": 4, "steps": 6, "warmup": 2, "sample-tokens": 4}
-INTERVALS = {"eval-every": 3, "eval-batches": 2, "checkpoint-every": 3}
-FACTORED = {"adapprox.min-dim-size-to-factor": 8, "adapprox.max-rank": 4}
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("work")
-    source = pathlib.Path(dataclasses.__file__).read_text()
-    (folder / "text.py").write_text(source)
-    return folder
-
-
-def arguments(work, name, *extra):
-    places = ["--data", work / "text.py", "--cache", work / "cache", "--out", work / name]
-    small = {**SMALL_MODEL, **SHORT_RUN, **INTERVALS, **FACTORED}
-    options = [part for name, value in small.items() for part in (f"--{name}", value)]
-    return list(map(str, [*options, *places, *extra]))
-
-
-def saved(out, step=6):
-    with train.contextlib.closing(train.open_checkpoints(out)) as checkpoints:
-        return checkpoints.restore(step).state
+def saved(out, at=6):
+    with contextlib.closing(checkpoints.open_checkpoints(out)) as manager:
+        return manager.restore(at).state
 
 
 def assert_equal_bits(first, second):
@@ -133,8 +115,8 @@ def test_elastic_needs_adaptive_ranks(work, capsys):
 
 
 def test_a_checkpoint_of_other_parameters_names_them(elastic, work, capsys, monkeypatch):
-    real = train.settings  # else the settings would be found to differ first
-    monkeypatch.setattr(train, "settings", lambda *of: real(*of) | {"width": 16})
+    real = one_run.settings  # else the settings would be found to differ first
+    monkeypatch.setattr(one_run, "settings", lambda *of: real(*of) | {"width": 16})
     shutil.copytree(elastic, work / "elastic-wide")
     wide = arguments(work, "elastic-wide", *ELASTIC, "--resume", "--width", 32)
     assert train.main(wide) == 2
@@ -169,6 +151,14 @@ def test_ctrl_c_saves_and_resume_gives_the_same_bits(work):
     assert train.main([*command, "--resume"]) == 0
     assert train.main([*arguments(work, "whole", *long), "--optimizer", "adamw"]) == 0
     assert_equal_bits(saved(work / "stopped", 800), saved(work / "whole", 800))
+
+
+def test_a_text_of_one_long_line_is_trained_on(work):
+    (work / "line.txt").write_text("one line without an end, " * 4000)
+    options = ["--tokenizer", "sentencepiece", "--vocabulary", 300, "--optimizer", "adamw"]
+    command = arguments(work, "line", "--data", work / "line.txt", "--steps", 3, *options)
+    assert train.main(command) == 0
+    assert "without" in (work / "line/sample.txt").read_text()  # the prompt
 
 
 # ----------------------------------------------------------------------------------- bad input
@@ -209,6 +199,10 @@ def test_bad_text_is_refused_in_one_line(work, capsys):
         (["--vocabulary", 100], ["--vocabulary 100", "256"]),
         (["--hyper.b1", 2], ["b1", "2"]),
         (["--adapprox.power-iterations", 0], ["power_iterations", "0"]),
+        (
+            ["--adapprox.sampling-threshold", True, "--adapprox.error-threshold", -1],
+            ["adapprox: at_least is -1"],
+        ),
         (["--compare", "adamw", "--resume"], ["--compare", "--resume"]),
     ],
 )
@@ -224,7 +218,38 @@ def test_resume_needs_a_checkpoint_of_the_same_settings(trained, work, capsys):
     (work / "empty/checkpoints").mkdir(parents=True, exist_ok=True)
     assert_refused(capsys, arguments(work, "empty", "--resume"), "no checkpoint")
     other = arguments(work, out.name, "--optimizer", optimizer, "--resume", "--seed", 1)
-    assert_refused(capsys, other, "seed was 0, now 1")
+    assert_refused(capsys, other, "other settings: --seed was 0, now 1\n")
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (["--adapprox.max-rank", 3], "--adapprox.max-rank was 4, now 3\n"),
+        (["--hyper.b1", 0.5], "--hyper.b1 was 0.9, now 0.5\n"),
+        (
+            ["--optimizer", "adafactor", "--seed", 1],
+            "--optimizer was adapprox, now adafactor, --seed was 0, now 1\n",
+        ),
+        (
+            ["--tokenizer", "sentencepiece", "--vocabulary", 400],
+            "--tokenizer was bytes, now sentencepiece, --vocabulary was 256, now 400\n",
+        ),
+        (["--data", pathlib.Path(__file__)], "the text (--data) was "),
+    ],
+)
+def test_resume_names_the_options_that_differ_and_no_others(work, capsys, changed, words):
+    if not (work / "resumed-with-others").exists():
+        assert train.main(arguments(work, "resumed-with-others", "--steps", 3)) == 0
+    capsys.readouterr()
+    command = arguments(work, "resumed-with-others", "--steps", 3, "--resume", *changed)
+    assert_refused(capsys, command, f"the checkpoint is of other settings: {words}")
+
+
+def test_options_are_named_as_they_are_given():
+    assert settings.option_of(("learning_rate",)) == "--learning-rate"
+    adafactor = ("optimizer_settings", "ema", "decay")
+    assert settings.option_of(adafactor) == "--hyper.b1"
+    assert settings.option_of((*adafactor[:2], "debias")) == "the optimizer's ema.debias"
 
 
 def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(trained, work, capsys):
@@ -233,7 +258,7 @@ def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(trained, work
     assert_refused(capsys, arguments(work, "foreign"), "not a run's folder")
     shutil.copytree(trained[1], work / "earlier", dirs_exist_ok=True)
     config = dataclasses.replace(settings.Config(), out=work / "earlier")
-    train.prepare_folder(config, {})
+    one_run.prepare_folder(config, {})
     kept = work / "earlier.1"
     assert (kept / "metrics.jsonl").exists()
     assert [path.name for path in (work / "earlier").iterdir()] == ["settings.json"]
@@ -256,35 +281,11 @@ def test_accumulation_equals_the_larger_batch():
     for parts in (1, 4):
         graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(0)), nnx.Param)
         params, tx = nnx.to_pure_dict(params), optax.sgd(1.0)
-        step = train.train_step(graphdef, tx, parts)
-        results.append(step(train.TrainState(params, tx.init(params)), tokens))
+        take = step.train_step(graphdef, tx, parts)
+        results.append(take(step.TrainState(params, tx.init(params)), tokens))
     (whole, whole_loss), (parts, parts_loss) = results
     np.testing.assert_allclose(whole_loss, parts_loss, rtol=1e-6)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
-
-
-def test_schedule_warms_up_and_ends_at_the_minimum():
-    rate = optimizers.schedule(1.0, 0.1, warmup=9, steps=100)
-    np.testing.assert_allclose([rate(0), rate(4), rate(9), rate(100)], [0.1, 0.5, 1.0, 0.1], 1e-5)
-
-
-@pytest.mark.parametrize("name", optimizers.NAMES)
-def test_optimizers_decay_matrices_alone(name):
-    options = optimizers.AdapproxOptions(min_dim_size_to_factor=1)
-    tx = optimizers.build(name, 1.0, optimizers.Hyperparameters(weight_decay=0.5), options)
-    params = {"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)}
-    zero = jax.tree.map(jnp.zeros_like, params)
-    updates, _ = tx.update(zero, tx.init(params), params)
-    np.testing.assert_allclose(updates["matrix"], -0.5)
-    np.testing.assert_allclose(updates["vector"], 0.0, atol=1e-12)
-
-
-def test_paper_is_the_papers_settings_with_guidance_unless_told_otherwise():
-    used = optimizers.settings("adapprox-paper", optimizers.AdapproxOptions(max_rank=7))
-    assert used["cosine_guidance"] is True
-    assert used["max_rank"] == 7
-    assert used["power_iterations"] == adapprox_jax.PAPER["power_iterations"]
-    assert optimizers.settings("adamw", optimizers.AdapproxOptions(max_rank=7)) == {}
 
 
 def test_presets_are_the_papers():
@@ -296,68 +297,3 @@ def test_presets_are_the_papers():
         assert settings.gpt_config(config) == gpt.CONFIGS[name]
     halved = settings.resolve(settings.Config(model="117M", learning_rate=1.5e-4))
     assert halved.min_learning_rate == pytest.approx(2.5e-5)
-
-
-# --------------------------------------------------------------------------------- comparisons
-
-
-def test_comparison_leaves_table_figure_and_records(work, capsys):
-    command = arguments(work, "compared", "--seeds", 1, "--compare", "adamw", "adapprox")
-    assert train.main(command) == 0
-    assert "| adapprox | 0.0024 |" in capsys.readouterr().out
-    out = work / "compared"
-    assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    assert "| adamw | 0.0024 |" in (out / "comparison.md").read_text()
-    assert not list(out.glob("*/checkpoints"))
-    record = json.loads((out / "comparison.json").read_text())
-    adamw, adapprox = record["runs"]
-    assert adamw["settings"]["optimizer"] == "adamw"
-    assert adapprox["settings"]["adapprox"]["max_rank"] == 4
-    assert all(set(run["versions"]) == {"python", "jax"} for run in record["runs"])
-    assert [step for step, _ in adapprox["curve"]] == [3, 6]
-    memory = record["summary"]["adapprox"]["memory"]
-    assert 0 < memory["second_moment_ratio"] < 1
-    assert 0.9 < memory["factored_share"] < 1
-    assert memory["state_mib"] < memory["adamw_state_mib"]
-    assert "factored_share" not in adamw["memory"]
-
-
-def test_comparison_goes_on_where_it_was_interrupted(work, capsys, monkeypatch):
-    done = []
-
-    def pretend(config, *, keep):
-        assert not keep
-        done.append((config.optimizer, config.learning_rate, config.seed))
-        if config.learning_rate > 1:
-            raise train.DivergedError("the loss is nan")
-        loss = config.learning_rate + config.seed
-        return train.Result({}, loss, [(3, 5.0), (6, loss)], {"state_mib": 1.0}, 1.0)
-
-    def command(*names):
-        rates = ["--learning-rates", 0.25, 0.5, 2, "--seeds", 3]
-        return [*arguments(work, "continued", *rates), "--compare", *names]
-
-    monkeypatch.setattr(train, "run", pretend)
-    assert train.main(command("adamw")) == 0
-    out = capsys.readouterr().out
-    assert "| adamw | 0.25 | 1.2500 | 0.5774 | 3 |" in out
-    assert "| adamw | 0.2500 | 0.5000 | diverged |" in out
-    assert "warning: adamw: the best rate, 0.25, is at the grid's edge" in out
-    assert done == [("adamw", rate, 0) for rate in (0.25, 0.5, 2)] + [
-        ("adamw", 0.25, seed) for seed in (1, 2)
-    ]
-    results = work / "continued" / "results.jsonl"
-    lines = results.read_text().splitlines(keepends=True)
-    results.write_text("".join(lines[:4]) + lines[4][:50])  # ended while it wrote the last one
-
-    done.clear()
-    assert train.main(command("adamw", "adafactor")) == 0
-    assert done[0] == ("adamw", 0.25, 2)
-    assert [name for name, _, _ in done[1:]] == ["adafactor"] * 5
-    assert "| adamw | 0.25 | 1.2500 | 0.5774 | 3 |" in capsys.readouterr().out
-
-    done.clear()
-    assert train.main(command("adafactor", "adamw")) == 0
-    assert not done
-    assert train.main([*command("adamw"), "--hyper.b2", "0.99"]) == 0
-    assert len(done) == 5  # other settings: other runs

@@ -1,0 +1,103 @@
+"""The optimizers of the GPT-2 program, and what the records say of them."""
+
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+from examples.gpt2 import optimizers
+
+HYPER = optimizers.Hyperparameters(b1=0.8, b2=0.99, weight_decay=0.25)
+
+
+def settings(name, **options):
+    return optimizers.settings(name, HYPER, optimizers.AdapproxOptions(**options))
+
+
+def arguments(function):
+    return {name for name in inspect.signature(function).parameters if name != "learning_rate"}
+
+
+def test_schedule_warms_up_and_ends_at_the_minimum():
+    rate = optimizers.schedule(1.0, 0.1, warmup=9, steps=100)
+    np.testing.assert_allclose([rate(0), rate(4), rate(9), rate(100)], [0.1, 0.5, 1.0, 0.1], 1e-5)
+
+
+@pytest.mark.parametrize("name", optimizers.NAMES)
+def test_optimizers_decay_matrices_alone(name):
+    options = optimizers.AdapproxOptions(min_dim_size_to_factor=1)
+    tx = optimizers.build(name, 1.0, optimizers.Hyperparameters(weight_decay=0.5), options)
+    params = {"matrix": jnp.ones((8, 8)), "vector": jnp.ones(8)}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = tx.update(zero, tx.init(params), params)
+    np.testing.assert_allclose(updates["matrix"], -0.5)
+    np.testing.assert_allclose(updates["vector"], 0.0, atol=1e-12)
+
+
+# ------------------------------------------------------------------------------------ settings
+
+
+def test_adapproxs_settings_are_all_its_arguments():
+    used = settings("adapprox", max_rank=7, mu_dtype="int8")
+    assert set(used) == arguments(adapprox_jax.adapprox)
+    assert (used["b1"], used["b2"], used["weight_decay"]) == (0.8, 0.99, 0.25)
+    assert (used["max_rank"], used["mu_dtype"], used["mask"]) == (7, "int8", "matrices")
+    assert used["rank_growth"] is None
+    assert used["rotate"] is inspect.signature(adapprox_jax.adapprox).parameters["rotate"].default
+
+
+def test_adamws_settings_are_all_its_arguments():
+    used = settings("adamw", max_rank=7)
+    assert set(used) == arguments(optax.adamw)
+    assert (used["b1"], used["b2"], used["weight_decay"]) == (0.8, 0.99, 0.25)
+    assert (used["eps"], used["mu_dtype"], used["mask"]) == (1e-8, None, "matrices")
+
+
+def test_adafactors_settings_are_those_of_its_parts_and_its_own_decay():
+    used = settings("adafactor", max_rank=7)
+    assert used["decay"] == "1 - t^-0.8"
+    rms, ema = used["scale_by_factored_rms"], used["ema"]
+    assert set(rms) == arguments(optax.scale_by_factored_rms)
+    assert (rms["decay_rate"], rms["min_dim_size_to_factor"]) == (0.8, 128)
+    assert used["clip_by_block_rms"] == {"threshold": 1.0}
+    assert (ema["decay"], ema["debias"]) == (0.8, False)
+    assert used["add_decayed_weights"] == {"weight_decay": 0.25, "mask": "matrices"}
+    assert 0.99 not in rms.values()
+
+
+def test_adafactors_second_moment_decays_as_its_settings_say():
+    decay = inspect.signature(optax.scale_by_factored_rms).parameters["decay_rate_fn"].default
+    for step in (1, 10, 1000):
+        np.testing.assert_allclose(decay(step - 1, 0.8), 1 - step**-0.8, rtol=1e-5)
+
+
+def test_functions_are_named_with_what_they_were_made_with():
+    used = settings("adapprox", error_threshold=0.05, sampling_threshold=True, initial_rank=1)
+    assert used["error_threshold"] == "sampling_threshold(at_least=0.05, b2=0.99)"
+    assert used["rank_growth"] == "one_column"
+    growth = settings("adapprox-paper")["rank_growth"]
+    assert growth == "sigmoid_growth(eta=200.0, omega=-10.0, phi=-2.5, tau=-9.0)"
+
+
+def test_paper_is_the_papers_settings_with_guidance_unless_told_otherwise():
+    used = settings("adapprox-paper", max_rank=7)
+    assert used["cosine_guidance"] is True
+    assert used["max_rank"] == 7
+    assert used["power_iterations"] == adapprox_jax.PAPER["power_iterations"]
+
+
+@pytest.mark.parametrize("name", optimizers.NAMES)
+def test_settings_go_through_json_as_they_are(name):
+    used = settings(name, sampling_threshold=True)
+    assert json.loads(json.dumps(used)) == used
+
+
+@pytest.mark.parametrize("of", [settings, lambda name: optimizers.build(name, 1.0, HYPER, None)])
+def test_an_unknown_optimizer_is_refused(of):
+    with pytest.raises(ValueError, match=r"optimizer must be one of adapprox, .*, got 'sgd'"):
+        of("sgd")
