@@ -78,13 +78,13 @@ def step_dense(
 ) -> tuple[jax.Array, LeafState]:
     """One step for a leaf that keeps its second moment as it is.
 
-    Where the second moment overflows the update is NaN: divided by infinity it would be zero at
-    this and every later step, and `optax.apply_if_finite` would see nothing.
+    The second moment of finite gradients ends at the largest number: an infinite one would never
+    fall again, and `optax.apply_if_finite`, which looks at gradients alone, would not see it.
     """
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     nu = average(state.nu, wide, scalars.b2)
+    nu = jnp.where(jnp.isfinite(wide), jnp.minimum(nu, jnp.finfo(nu.dtype).max), nu)
     scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
-    scaled = jnp.where(jnp.isinf(nu), jnp.nan, scaled)
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))
 
 

@@ -77,6 +77,8 @@ def require_function(name: str, value: Any, allowed: str) -> None:
 def require_scalar(name: str, result: Any) -> None:
     """Raises ValueError unless what the function `name` gave is one real number, traced or not."""
     try:
+        if result is None:
+            raise TypeError
         dtype, shape = jnp.result_type(result), np.shape(result)
     except TypeError:
         raise ValueError(f"{name} gave {result!r}; allowed: one real number.") from None

@@ -10,7 +10,7 @@ import jax
 import optax
 
 import adapprox_jax
-from adapprox_jax.rank import resolve_capacity
+from adapprox_jax.settings import resolve_capacity
 from examples.gpt2 import optimizers
 from examples.gpt2.config import Config, UsageError
 

@@ -1,0 +1,84 @@
+"""`jax.shard_map` with its default checks: what varies over devices is part of a type there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import adapprox_jax
+
+SETTINGS = {
+    "fixed": dict(max_rank=4),
+    "adaptive": dict(initial_rank=1, max_rank=18, error_threshold=0.1, rank_growth=lambda xi: 1),
+    "paper": adapprox_jax.PAPER,
+    "bfloat16": dict(max_rank=4, factor_dtype=jnp.bfloat16),
+    "8 bits": dict(max_rank=4, mu_dtype=jnp.int8),
+    "no warm start": dict(max_rank=4, warm_start=False, power_iterations=2),
+}
+VARIES, REPLICATED = PartitionSpec("x"), PartitionSpec()
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:4]), ("x",))
+
+
+def gradients(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        "own": jnp.asarray(rng.normal(size=(4, 64, 80)), jnp.float32),  # one for each device
+        "shared": jnp.asarray(rng.normal(size=(64, 80)), jnp.float32),
+        "vector": jnp.asarray(rng.normal(size=(4, 80)), jnp.float32),
+    }
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_updates_of_each_device_are_its_own(settings):
+    """Of leaves that vary and of leaves that do not, side by side, as on one device alone."""
+    tx = adapprox_jax.adapprox(1.0, weight_decay=0.0, **{"min_dim_size_to_factor": 1, **settings})
+    specs = {"own": VARIES, "shared": REPLICATED, "vector": VARIES}
+
+    def two_steps(first, second):
+        # "shared" varies over no device, and must not come to by waiting for another leaf.
+        first, second = (
+            {name: x[0] if specs[name] == VARIES else x for name, x in grads.items()}
+            for grads in (first, second)
+        )
+        state = tx.init(first)
+        _, state = tx.update(first, state, first)
+        updates, state = tx.update(second, state, first)
+        return {name: x[None] if specs[name] == VARIES else x for name, x in updates.items()}
+
+    both = gradients(0), gradients(1)
+    mapped = jax.shard_map(two_steps, mesh=mesh(), in_specs=(specs, specs), out_specs=specs)
+    actual = jax.jit(mapped)(*both)
+    alone = jax.jit(two_steps)
+    for device in range(4):
+        own = [
+            {name: x[device : device + 1] if specs[name] == VARIES else x for name, x in g.items()}
+            for g in both
+        ]
+        expected = alone(*own)
+        for name in specs:
+            part = actual[name][device : device + 1] if specs[name] == VARIES else actual[name]
+            np.testing.assert_allclose(part, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_a_state_that_varies_takes_gradients_that_do_not(settings):
+    tx = adapprox_jax.scale_by_adapprox(
+        **{"min_dim_size_to_factor": 1, **{k: v for k, v in settings.items() if k != "mu_dtype"}}
+    )
+
+    def one_step(own, shared):
+        _, state = tx.update(own[0], tx.init(shared))
+        updates, _ = tx.update(shared, state)
+        return updates[None]
+
+    given = gradients(0)["own"], gradients(0)["shared"]
+    specs = (VARIES, REPLICATED)
+    updates = jax.jit(jax.shard_map(one_step, mesh=mesh(), in_specs=specs, out_specs=VARIES))(
+        *given
+    )
+    assert updates.shape == (4, 64, 80)
+    assert np.all(np.isfinite(updates))

@@ -1,0 +1,184 @@
+"""Arguments out of range give one line: what was given, what is allowed, and where."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+PARAMS = {"w": jnp.ones((256, 512)), "b": jnp.ones(512)}
+
+
+def raises(call, *words, error=ValueError):
+    """The call raises an error of one line that has all of the words."""
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value)
+    assert "\n" not in message
+    for word in (*words, "allowed" if error is ValueError else ""):
+        assert word in message, message
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("b2", value) for value in (1.5, jnp.array(1.5), np.array(1.5), "0.9", True, np.nan)),
+        *(("b1", value) for value in (-0.1, jnp.array(1.0), lambda step: 0.9)),
+        *(("eps", value) for value in (-1.0, jnp.array(-1.0), jnp.ones(2), None)),
+        ("eps_root", jnp.array(np.nan)),
+        ("learning_rate", jnp.array(np.nan)),
+        ("weight_decay", jnp.array(-0.1)),
+        ("clipping_threshold", jnp.array(0.0)),
+        ("guidance_max_scale", jnp.array(0.5)),
+        ("error_threshold", jnp.array(-1.0)),
+        ("error_threshold", lambda: 0.1),
+        *((name, "no") for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
+        *((name, 1) for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
+        ("rank_growth", lambda: 1),
+        ("rank_growth", 3),
+        ("rank_interval", jnp.array(3)),
+        ("max_rank", 0),
+        ("max_rank", 1.5),
+        ("rank_margin", -1),
+        ("approximate", "cube"),
+        ("approximate", jnp.ones(2)),
+        ("orthogonalization", "svd"),
+        ("factor_dtype", "banana"),
+        ("factor_dtype", jnp.float16),
+        *(("weight_dimension_numbers", value) for value in ("a", 5, {"w": 5}, (0, 1))),
+        ("weight_dimension_numbers", lambda: None),
+        *(("key", value) for value in (2**70, -(2**64), 1.5, True, "a", jnp.ones(2), None)),
+    ],
+)
+def test_an_argument_out_of_range_is_named(name, value):
+    arguments = {"learning_rate": 1e-3, name: value}
+    raises(lambda: adapprox_jax.adapprox(**arguments), name)
+
+
+@pytest.mark.parametrize("numbers", [("a", 1), (0, 2.5), (0, 7), (0, 0), ((), ())])
+def test_dimension_numbers_that_name_no_axes_are_named(numbers):
+    tx = adapprox_jax.adapprox(
+        1e-3, weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(*numbers)
+    )
+    with pytest.raises(ValueError, match="weight_dimension_numbers names"):
+        tx.init(jnp.ones((256, 512)))
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [(lambda t: jnp.ones(3), "float32[3]"), (lambda t: "x", "'x'"), (lambda t: None, "None")],
+)
+def test_a_threshold_that_is_no_number_is_named(function, given):
+    tx = adapprox_jax.scale_by_adapprox(initial_rank=1, error_threshold=function)
+    raises(lambda: tx.update(PARAMS, tx.init(PARAMS)), f"error_threshold gave {given}")
+
+
+def test_leaves_that_are_no_arrays_of_floats_are_named():
+    tx = adapprox_jax.adapprox(1e-3)
+    for leaf, words in [
+        (1.0, "['w']: the parameter is a Python float; allowed: arrays"),
+        (jnp.ones(3, jnp.float8_e4m3fn), "['w']: the parameter has type float8_e4m3fn; allowed"),
+        (jnp.ones(3, jnp.int32), "['w']: the parameter has type int32; allowed"),
+    ]:
+        raises(lambda leaf=leaf: tx.init({"w": leaf}), words, error=TypeError)
+
+
+A = jnp.ones((6, 4))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((A.astype(jnp.complex64), 2, jax.random.key(0)), "matrix is of type complex64"),
+        (([[1.0, 2.0], [3.0, 4.0]], 1, jax.random.key(0)), "matrix is of type list"),
+        ((jnp.ones(4), 1, jax.random.key(0)), "shape (4,)"),
+        ((A, 2.5, jax.random.key(0)), "rank is 2.5; allowed: an integer from 1 to 4"),
+        ((A, 99, jax.random.key(0)), "rank is 99; allowed: an integer from 1 to 4"),
+        ((A, 2, "key"), "key is 'key'"),
+        ((A, 2, jnp.ones(2)), "key is"),
+    ],
+)
+def test_srsi_names_what_it_cannot_take(arguments, words):
+    raises(lambda: adapprox_jax.srsi(*arguments), words)
+
+
+def test_functions_of_the_host_say_so_under_jit():
+    tx = adapprox_jax.adapprox(1e-3)
+    state, adam = tx.init(PARAMS), optax.adam(1e-3).init(PARAMS)
+    for name, call, argument in [
+        ("rank_report", lambda s: adapprox_jax.rank_report(s, PARAMS), state),
+        ("resize", lambda s: adapprox_jax.resize(s, 4), state),
+        ("grow", lambda s: adapprox_jax.grow(s, PARAMS, (8, 16)), state),
+        ("from_adam", lambda s: adapprox_jax.from_adam(tx, s, PARAMS), adam),
+    ]:
+        raises(lambda call=call, s=argument: jax.jit(call)(s), f"Call {name} between two steps")
+
+
+def test_swapped_and_misshapen_arguments_of_the_host_functions_are_named():
+    tx = adapprox_jax.adapprox(1e-3)
+    state = tx.init(PARAMS)
+    raises(lambda: adapprox_jax.rank_report(PARAMS, state), "rank_report(state, params)")
+    raises(lambda: adapprox_jax.grow(state, PARAMS, 8), "sizes is 8", "a sequence")
+    raises(lambda: adapprox_jax.resize(state, 8, truncate="no"), "truncate is 'no'")
+
+
+def test_from_adam_speaks_of_what_it_was_given():
+    tx, adam = adapprox_jax.adapprox(1e-3), optax.adam(1e-3)
+    good = adam.init(PARAMS)
+    for keywords, name in [
+        ({"clipping_threshold": 0.0}, "clipping_threshold"),
+        ({"bias_correction": "no"}, "bias_correction"),
+        ({"weight_dimension_numbers": "a"}, "weight_dimension_numbers"),
+        ({"b2": jnp.array(2.0)}, "b2"),
+    ]:
+        raises(lambda kw=keywords: adapprox_jax.from_adam(tx, good, PARAMS, **kw), f"{name} ")
+    for other in ({"w": PARAMS["w"]}, {**PARAMS, "b": jnp.ones(3)}):
+        with pytest.raises(ValueError, match=r"\['b'\]: .*second moment.* adam_state") as raised:
+            adapprox_jax.from_adam(tx, adam.init(other), PARAMS)
+        assert "gradient" not in str(raised.value)
+
+
+def test_low_precision_and_array_scalars_are_numbers():
+    for b2 in (jnp.array(0.9), np.float32(0.9), jnp.bfloat16(0.9), np.array(0.9), 0.9):
+        adapprox_jax.adapprox(1e-3, b2=b2)
+
+
+def test_without_an_average_no_bytes_are_kept_for_it_under_inject_hyperparams():
+    """b1 is static there: 0 decides the shape of the state."""
+    inject = optax.inject_hyperparams(adapprox_jax.adapprox, adapprox_jax.STATIC_ARGS)
+    plain = adapprox_jax.state_nbytes(adapprox_jax.adapprox(1e-3, b1=0.0), PARAMS)
+    injected = adapprox_jax.state_nbytes(inject(1e-3, b1=0.0), PARAMS)
+    assert injected <= plain + 64  # the hyperparameters
+    tx = inject(1e-3, b1=0.0)
+    updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), updates))
+
+
+def test_static_args_are_arguments_and_those_that_decide_shapes_or_code():
+    import inspect
+
+    parameters = inspect.signature(adapprox_jax.adapprox).parameters
+    assert set(adapprox_jax.STATIC_ARGS) <= set(parameters)
+    traced = set(parameters) - set(adapprox_jax.STATIC_ARGS)
+    assert traced == {
+        *("learning_rate", "b2", "eps", "eps_root", "weight_decay", "clipping_threshold"),
+        *("guidance_max_scale", "error_threshold"),
+    }
+
+
+def test_wide_buffers_are_cut_to_those_that_are_smaller_than_the_matrix():
+    """By `max_rank` as by `resize`: 400 columns of 256 x 512 would take more than the matrix."""
+    state = adapprox_jax.adapprox(1e-3, max_rank=400).init(PARAMS)
+    resized = adapprox_jax.resize(adapprox_jax.adapprox(1e-3).init(PARAMS), 400)
+    for opt_state in (state, resized):
+        info = adapprox_jax.rank_report(opt_state, PARAMS)["['w']"]
+        assert info.capacity == 170
+        assert info.nbytes < info.dense_nbytes
+
+
+def test_the_version_is_that_of_the_package():
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", adapprox_jax.__version__)

@@ -1,0 +1,118 @@
+"""Gradients that grow by many orders of magnitude, and subspaces that begin late."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adapprox_jax
+
+RNG = np.random.default_rng(0)
+SCALES = np.exp(RNG.normal(size=(24, 1)) + RNG.normal(size=(1, 40))).astype(np.float32)
+
+
+def gradient(seed):
+    return np.random.default_rng(seed).normal(size=(24, 40)).astype(np.float32) * SCALES
+
+
+@pytest.mark.parametrize("growth", [1e8, 1e10, 1e11, 1e15])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(approximate="moment", max_rank=4),
+        dict(approximate="root", max_rank=4),
+        adapprox_jax.PAPER,
+    ],
+    ids=["moment", "root", "paper"],
+)
+def test_gradients_that_grow_leave_everything_finite(settings, growth):
+    """And the second moment follows them: soon what was before does not matter."""
+    settings = {"min_dim_size_to_factor": 1, **settings}
+    tx = adapprox_jax.scale_by_adapprox(b2=0.9, **settings)
+    update = jax.jit(tx.update)
+    state = tx.init(jnp.zeros((24, 40)))
+    for seed in range(12):
+        size = growth if seed >= 6 else 1.0
+        updates, state = update(gradient(seed) * np.float32(size), state)
+        for leaf in jax.tree.leaves((updates, state)):
+            assert np.all(np.isfinite(np.asarray(leaf, np.float64)))
+    # V is 1 - b2^6 of what it would be, had gradients always been so large.
+    assert 0.3 < float(jnp.sqrt(jnp.mean(updates**2))) < 3
+
+
+def test_a_dense_leaf_moves_again_after_a_gradient_whose_square_overflows():
+    """Its second moment falls as Adam's would; from infinity it never would."""
+    tx = adapprox_jax.scale_by_adapprox(b2=0.5)
+    state, update = tx.init(jnp.ones(8)), jax.jit(tx.update)
+    for size in (1.0, 1e20, *[1.0] * 140):
+        updates, state = update(size * jnp.ones(8), state)
+        assert np.all(np.isfinite(updates))
+        assert np.all(np.isfinite(state.nu))
+    np.testing.assert_allclose(updates, 1.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
+def test_a_dense_leaf_hides_no_gradient_that_is_not_finite(bad):
+    tx = adapprox_jax.scale_by_adapprox()
+    updates, _ = tx.update(jnp.asarray([1.0, bad]), tx.init(jnp.ones(2)))
+    assert np.isfinite(updates[0])
+    assert not np.isfinite(updates[1])
+
+
+@pytest.mark.parametrize("orthogonalization", ["cholesky", "qr"])
+@pytest.mark.parametrize("approximate", ["root", "moment"])
+def test_a_block_of_gradients_that_begins_late_is_found(orthogonalization, approximate):
+    """From the last factors alone, without oversampling: their span maps to itself.
+
+    What begins late is larger than what was before, and would be seen by any random start.
+    """
+    late = np.zeros((24, 40), bool)
+    late[12:, 20:] = True
+    early = np.zeros((24, 40), bool)
+    early[:12, :20] = True
+    tx = adapprox_jax.scale_by_adapprox(
+        b2=0.99,
+        max_rank=4,
+        min_dim_size_to_factor=1,
+        orthogonalization=orthogonalization,
+        approximate=approximate,
+    )
+    update = jax.jit(tx.update)
+    state, exact = tx.init(jnp.zeros((24, 40))), np.zeros((24, 40))
+    ones = np.abs(RNG.normal(size=(24, 40))).astype(np.float32) + 1
+    for t in range(400):
+        grad = ones * (0.03 * early + late * (t >= 20))
+        exact = 0.99 * exact + 0.01 * np.square(grad, dtype=np.float64)
+        _, state = update(grad, state)
+    product = np.maximum(np.asarray(state.q @ state.u.T, np.float64), 0)
+    kept = product**2 if approximate == "root" else product
+    assert 0.9 < np.median(kept[late] / exact[late]) < 1.1
+
+
+def test_a_nan_in_one_leaf_stays_there():
+    """Though every leaf waits for the one before it."""
+    params = {name: jnp.zeros((24, 40)) for name in "abc"}
+    tx = adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1)
+    grads = {name: jnp.asarray(gradient(i)) for i, name in enumerate("abc")}
+    update = jax.jit(tx.update)
+    expected, expected_state = update(grads, tx.init(params))
+    for bad in (jnp.nan, jnp.inf):
+        spoiled = {**grads, "a": grads["a"].at[0, 0].set(bad)}
+        updates, state = update(spoiled, tx.init(params))
+        assert np.any(np.isnan(updates["a"]))
+        for name in "bc":
+            np.testing.assert_array_equal(updates[name], expected[name])
+            np.testing.assert_array_equal(state.q[name], expected_state.q[name])
+            np.testing.assert_array_equal(state.u[name], expected_state.u[name])
+
+
+def test_clipping_scales_down_to_its_threshold():
+    """Not to 1: a threshold d gives an update whose root mean square is d."""
+    leaf = jnp.asarray(gradient(0)) * 100
+    for threshold in (0.25, 1.0, 3.0):
+        tx = adapprox_jax.clip_by_matrix_rms(threshold)
+        clipped, _ = tx.update(leaf, tx.init(leaf))
+        np.testing.assert_allclose(np.sqrt(np.mean(np.square(clipped))), threshold, rtol=1e-5)
+        small = leaf / float(jnp.sqrt(jnp.mean(leaf**2))) * threshold / 2
+        clipped, _ = tx.update(small, tx.init(leaf))
+        np.testing.assert_array_equal(clipped, small)

@@ -1,0 +1,91 @@
+"""What is traced and compiled: how often, how many passes, and at which precision."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adapprox_jax
+
+SETTINGS = {
+    "fixed": dict(max_rank=4),
+    "adaptive": dict(initial_rank=1, max_rank=12, error_threshold=0.1),
+    "moment": dict(max_rank=4, approximate="moment"),
+    "4 bits": dict(max_rank=4, mu_dtype=jnp.int4),
+}
+
+
+def compilations(function):
+    """How many programs XLA compiles while a function runs."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        function()
+    finally:
+        jax.monitoring.clear_event_listeners()
+    return len(seen)
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_an_update_outside_of_jit_compiles_once_for_each_shape(settings):
+    """And another optimizer with equal settings compiles nothing, as under inject_hyperparams."""
+    params = {"a": jnp.ones((70, 90)), "b": jnp.ones((70, 90)), "c": jnp.ones(90)}
+
+    def step():
+        tx = adapprox_jax.adapprox(1e-3, **settings)
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = tx.update(params, state, params)
+        jax.block_until_ready(updates)
+
+    first = compilations(step)
+    assert first > 0
+    assert compilations(step) == 0
+
+
+def lowered(settings, shape=(70, 90)):
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
+    params = jnp.zeros(shape)
+    return jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).as_text()
+
+
+@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+def test_without_eps_root_no_matrix_is_squared_and_rooted_once_more(name):
+    """One root of a matrix in the whole step, of an adaptive rank too."""
+    roots = re.findall(r"stablehlo.sqrt %\w+ : tensor<70x90xf32>", lowered(SETTINGS[name]))
+    assert len(roots) == 1
+    with_eps_root = lowered({**SETTINGS[name], "eps_root": 1e-8})
+    assert len(re.findall(r"stablehlo.sqrt %\w+ : tensor<70x90xf32>", with_eps_root)) == 2
+
+
+@pytest.mark.parametrize("name", ["fixed", "adaptive", "moment"])
+def test_every_product_asks_for_full_precision(name):
+    """TF32 and bfloat16 products, the default on GPUs and TPUs, lose small second moments."""
+    products = re.findall(r"stablehlo.dot_general[^\n]*", lowered(SETTINGS[name]))
+    assert len(products) >= 5
+    assert all("precision = [HIGHEST, HIGHEST]" in product for product in products)
+
+
+def test_meta_gradients_fail_as_documented_and_stop_gradient_helps():
+    """Of two steps: the first one's update does not depend on its factorization."""
+    tx = adapprox_jax.adapprox(1e-1, max_rank=2, min_dim_size_to_factor=1)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=(24, 40)), jnp.float32)
+
+    def after_two_steps(scale, stop):
+        grads = scale * weights
+        if stop:
+            grads = jax.lax.stop_gradient(grads)
+        _, state = tx.update(grads, tx.init(weights), weights)
+        updates, _ = tx.update(grads, state, weights)
+        return jnp.sum((weights + updates) ** 2 * scale)
+
+    with pytest.raises(ValueError, match="Reverse-mode differentiation"):
+        jax.grad(after_two_steps)(1.0, False)
+    assert np.isfinite(jax.grad(after_two_steps)(1.0, True))
