@@ -4,6 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.approximation import APPROXIMATIONS
 from adapprox_jax.matrix_step import average, divide_by_root, step_matrix
@@ -83,7 +84,7 @@ def step_dense(
     """
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     nu = average(state.nu, wide, scalars.b2)
-    nu = jnp.where(jnp.isfinite(wide), jnp.minimum(nu, jnp.finfo(nu.dtype).max), nu)
+    nu = jnp.where(jnp.isfinite(wide), jnp.minimum(nu, float(np.finfo(nu.dtype).max)), nu)
     scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))
 

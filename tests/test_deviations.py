@@ -258,6 +258,28 @@ def test_8_drift_bounds_the_distance_that_the_error_does_not_see(approximate):
     assert drift < (4 if approximate == "moment" else 6) * distance
 
 
+@pytest.mark.parametrize("approximate", ["moment", "root"])
+@pytest.mark.parametrize("settings", [dict(max_rank=4), dict(initial_rank=3, max_rank=12)])
+def test_8_one_step_adds_what_it_left_out_to_what_remains_of_the_drift(approximate, settings):
+    """D_t = decay D_(t-1) + ||target - q u^T||, exactly where the error is measured."""
+    with jax.enable_x64(True):
+        tx = small(
+            b2=0.7, rank_interval=1, approximate=approximate, error_threshold=1.0, **settings
+        )
+        *_, (_, state) = run(tx, [g.astype(np.float64) for g in gradients((24, 40), 3)])
+        state = state._replace(drift=jnp.asarray(7.0, jnp.float32))
+        previous = np.maximum(np.asarray(state.q) @ np.asarray(state.u).T, 0)
+        grad = gradients((24, 40), 4)[3].astype(np.float64)
+        _, state = jax.jit(tx.update)(grad, state)
+        if approximate == "root":
+            target, decay = np.sqrt(0.7 * previous**2 + 0.3 * grad**2), np.sqrt(0.7)
+        else:
+            target, decay = 0.7 * previous + 0.3 * grad**2, 0.7
+        left_out = np.linalg.norm(target - np.asarray(state.q) @ np.asarray(state.u).T)
+        assert int(state.rank) < 12  # fewer columns than were worked on
+        np.testing.assert_allclose(state.drift, decay * 7 + left_out, rtol=1e-5)
+
+
 def test_8_reported_drift_is_relative():
     params = {"w": jnp.zeros((64, 64))}
     tx = small(initial_rank=4, max_rank=4)

@@ -46,14 +46,14 @@ VARIANTS = {
 }  # fmt: skip
 
 
-def structured_gradients(decades: float) -> np.ndarray:
+def structured_gradients(decades: float, shape: tuple[int, int] = SHAPE) -> np.ndarray:
     """Gradients with scales along rows and columns and directions that come and go.
 
     Their squares span twice `decades` along the rows and as much along the columns. At step 31
     they grow tenfold: one noisy square then outweighs the average, and ranks rise.
     """
     rng = np.random.default_rng(0)
-    m, n = SHAPE
+    m, n = shape
     rows, columns = rng.uniform(-0.5, 0.5, (m, 1)), rng.uniform(-0.5, 0.5, (1, n))
     scales = 10.0 ** (decades * (rows + columns))
     left, right = np.exp(rng.normal(size=(6, m, 1))), np.exp(rng.normal(size=(6, 1, n)))
@@ -62,7 +62,7 @@ def structured_gradients(decades: float) -> np.ndarray:
         on = np.array([1, t < 25, t < 15, 20 <= t < 45, t >= 40, 30 <= t < 50])
         variance = 0.1 + sum(3.0 * o * x * y for o, x, y in zip(on, left, right, strict=True))
         sizes = np.sqrt(variance) * scales * (10 if t >= 30 else 1)
-        gradients.append(rng.normal(size=SHAPE) * sizes)
+        gradients.append(rng.normal(size=shape) * sizes)
     return np.asarray(gradients)
 
 
@@ -95,24 +95,32 @@ def optimizer(s: reference.Settings, **keywords):
 
 
 def compare(
-    s: reference.Settings, dtype, tolerance: float, decades: float = 1.0, **keywords
+    s: reference.Settings,
+    dtype,
+    tolerance: float,
+    decades: float = 1.0,
+    shape: tuple[int, int] = SHAPE,
+    tall: bool = False,
+    **keywords,
 ) -> list[int]:
-    """Runs both over all steps; returns the ranks."""
-    weights = np.full(SHAPE, 0.5)
+    """Runs both over all steps, the library on the transpose if `tall`; returns the ranks."""
+    weights = np.full(shape, 0.5)
     tx = optimizer(s, **keywords)
-    params = jnp.asarray(weights, dtype)
+    params = jnp.asarray(weights.T if tall else weights, dtype)
     state = tx.init(params)
     update = jax.jit(tx.update)
-    expected_state = reference.init(SHAPE, s)
-    width = min(SHAPE)
+    expected_state = reference.init(shape, s)
+    width = min(shape)
     ranks = []
-    for t, gradient in enumerate(structured_gradients(decades), start=1):
+    for t, gradient in enumerate(structured_gradients(decades, shape), start=1):
         key = jax.random.fold_in(jax.random.key(KEY), t)
         start = np.asarray(
-            start_columns(draw_start(key, SHAPE[1], width, dtype), width, dtype), np.float64
+            start_columns(draw_start(key, shape[1], width, dtype), width, dtype), np.float64
         )
         expected, expected_state = reference.step(gradient, weights, expected_state, start, s)
-        actual, state = update(jnp.asarray(gradient, dtype), state, params)
+        given = jnp.asarray(gradient.T if tall else gradient, dtype)
+        actual, state = update(given, state, params)
+        actual = actual.T if tall else actual
         difference = np.linalg.norm(-np.asarray(actual, np.float64) - expected)
         assert difference <= tolerance * np.linalg.norm(expected), f"step {t}"
         assert int(state[0].rank) == expected_state.k, f"step {t}"
@@ -151,6 +159,25 @@ def test_every_variant_follows_the_reference_in_float64(name):
 def test_householder_follows_the_reference(name):
     s = reference.Settings(b2=0.95, **VARIANTS[name])
     compare(s, jnp.float32, 1e-4, orthogonalization="qr")
+
+
+@pytest.mark.parametrize("name", ["fixed", "adaptive-root-all"])
+def test_tall_matrices_follow_the_reference_of_their_transpose(name):
+    with jax.enable_x64(True):
+        s = reference.Settings(**{"b2": 0.95, **VARIANTS[name]})
+        compare(s, jnp.float64, 1e-8, tall=True)
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_ranks_that_cross_16_columns_follow_the_reference(tall):
+    """There the library takes code of another size, and goes back to the first."""
+    s = reference.Settings(
+        **{**ADAPTIVE, "k_max": 28, "xi_thresh": 0.05, "l": 2}, b2=0.95, root=True
+    )
+    with jax.enable_x64(True):
+        ranks = compare(s, jnp.float64, 1e-8, shape=(48, 80), tall=tall)
+    crossings = np.diff((np.asarray(ranks) > 16).astype(int))
+    assert {-1, 1} <= set(crossings), ranks
 
 
 def test_reference_is_adam_at_full_rank():
