@@ -1,5 +1,7 @@
 """Types and magnitudes: half precision, float64, tiny, huge and zero gradients, unusual shapes."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -30,56 +32,71 @@ def gradient(seed, shape=(24, 40), dtype=jnp.float32):
 COMPILED = {}  # init and jitted update by settings, so that runs alike compile once
 
 
-def run(settings, grads, params):
-    """The last update and state of a run at a rate of 1, without decay."""
-    tx = adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
-    init, update = COMPILED.setdefault(repr(settings), (tx.init, jax.jit(tx.update)))
+def compiled(settings):
+    """Initial states and updates at a rate of 1, without decay; eps and b1 are arguments too."""
+
+    def update(grads, state, params, eps, b1):
+        tx = adapprox_jax.adapprox(1.0, b1, eps=eps, weight_decay=0.0, **settings)
+        return tx.update(grads, state, params)
+
+    init = adapprox_jax.adapprox(1.0, **settings).init
+    return COMPILED.setdefault(repr(settings), (init, jax.jit(update)))
+
+
+def run(settings, grads, params, eps=1e-8, b1=0.9):
+    """The last update and state of a run."""
+    init, update = compiled(settings)
     state = init(params)
     for grad in grads:
-        updates, state = update(grad, state, params)
+        updates, state = update(grad, state, params, eps, b1)
     return updates, state
 
 
+def all_finite(tree):
+    return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
+
+
 @each_setting
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_half_precision_differs_from_float32_by_its_rounding_alone(settings, dtype):
-    grads = [gradient(seed, dtype=dtype) for seed in range(5)]
-    updates, state = run(settings, grads, jnp.ones((24, 40), dtype))
-    wide = [grad.astype(jnp.float32) for grad in grads]
-    expected, _ = run(settings, wide, jnp.ones((24, 40)))
-    assert updates.dtype == dtype
-    assert state[0].q.dtype == state[0].u.dtype == jnp.float32
-    epsilon = float(jnp.finfo(dtype).eps)
-    difference = np.linalg.norm(np.asarray(updates, np.float32) - expected)
-    # The average is kept in half precision too: a few roundings.
-    assert difference < 4 * epsilon * np.linalg.norm(expected)
+def test_half_precision_differs_from_float32_by_its_rounding_alone(settings):
+    dtypes = [jnp.bfloat16, jnp.float16]
+    grads = [[gradient(seed, dtype=dtype) for dtype in dtypes] for seed in range(5)]
+    params = [jnp.ones((24, 40), dtype) for dtype in dtypes]
+    all_updates, state = run(settings, grads, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, compiled(settings)[0](params))
+    for i, dtype in enumerate(dtypes):
+        wide = [grad[i].astype(jnp.float32) for grad in grads]
+        expected, _ = run(settings, wide, jnp.ones((24, 40)))
+        assert all_updates[i].dtype == dtype
+        assert state[0].q[i].dtype == state[0].u[i].dtype == jnp.float32
+        epsilon = float(jnp.finfo(dtype).eps)
+        difference = np.linalg.norm(np.asarray(all_updates[i], np.float32) - expected)
+        # The average is kept in half precision too: a few roundings.
+        assert difference < 4 * epsilon * np.linalg.norm(expected)
 
 
 @each_setting
 def test_float64_is_kept_in_x64_mode(settings):
     with jax.enable_x64(True):
         grads = [gradient(seed, dtype=jnp.float64) for seed in range(3)]
-        params = jnp.ones((24, 40), jnp.float64)
-        updates, state = run(settings, grads, params)
-        assert updates.dtype == state[0].q.dtype == state[0].u.dtype == jnp.float64
-        tx = adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
-        chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
-        halves = [grad.astype(jnp.bfloat16) for grad in grads]
-        updates, state = run(settings, halves, params.astype(jnp.bfloat16))
-        assert updates.dtype == jnp.bfloat16
-        assert state[0].q.dtype == jnp.float32
+        pairs = [(grad, grad.astype(jnp.bfloat16)) for grad in grads]
+        params = jnp.ones((24, 40), jnp.float64), jnp.ones((24, 40), jnp.bfloat16)
+        updates, state = run(settings, pairs, params)
+        assert [leaf.dtype for leaf in updates] == [jnp.float64, jnp.bfloat16]
+        for factors in (state[0].q, state[0].u):
+            assert [leaf.dtype for leaf in factors] == [jnp.float64, jnp.float32]
+        like = compiled(settings)[0](params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, like)
 
 
 @each_setting
 @pytest.mark.parametrize("magnitude", [1e-20, 1e-12, 1e15])
 def test_magnitude_of_gradients(settings, magnitude):
     """Without eps the updates do not depend on the scale, where squares do not vanish."""
-    grads = [gradient(seed) for seed in range(6)]
-    settings = {**settings, "eps": 1e-30}
-    actual, state = run(settings, [g * magnitude for g in grads], jnp.ones((24, 40)))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((actual, state)))
+    grads, params = [gradient(seed) for seed in range(6)], jnp.ones((24, 40))
+    actual, state = run(settings, [g * magnitude for g in grads], params, eps=1e-30)
+    assert all_finite((actual, state))
     if magnitude > 1e-20 or settings.get("approximate") != "moment":  # 1e-40 is no normal float32
-        expected, _ = run(settings, grads, jnp.ones((24, 40)))
+        expected, _ = run(settings, grads, params, eps=1e-30)
         np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
 
 
@@ -92,9 +109,8 @@ def test_rows_that_get_no_gradient_stay_where_they_are(settings):
         mask = np.zeros((24, 1), np.float32)
         mask[seen] = 1
         grads.append(gradient(seed) * mask)
-    settings = {**settings, "b1": 0.0, "cosine_guidance": False}
-    updates, state = run(settings, grads, jnp.ones((24, 40)))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((updates, state)))
+    updates, state = run(settings, grads, jnp.ones((24, 40)), b1=0.0)
+    assert all_finite((updates, state))
     assert not np.any(updates[20:])
     assert not np.any(updates[np.all(grads[-1] == 0, axis=1)])
 
@@ -104,12 +120,12 @@ def test_a_leaf_without_gradients_stays_and_may_begin_late(settings):
     zero = jnp.zeros((24, 40))
     updates, state = run(settings, [zero] * 25, jnp.ones((24, 40)))
     assert not np.any(updates)
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
+    assert all_finite(state)
     late, state = run(settings, [zero] * 5 + [gradient(0)] * 5, jnp.ones((24, 40)))
     assert np.all(np.isfinite(late))
     assert np.any(late)
     back, state = run(settings, [gradient(0)] * 3 + [zero] * 25, jnp.ones((24, 40)))
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((back, state)))
+    assert all_finite((back, state))
 
 
 SHAPES = [(), (0,), (0, 5), (0, 24, 40), (3, 0, 40), (1, 1), (1, 40), (40, 1), (2, 3), (5, 4)]
@@ -117,34 +133,39 @@ SHAPES += [(3, 4, 5), (7, 7, 3, 64), (1, 24, 40), (24, 1, 40), (2, 3, 24, 40), (
 
 
 @each_setting
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_shape(settings, shape):
+def test_every_shape(settings):
     """Where min(m, n) is below the rank plus oversampling, too."""
-    updates, state = run(settings, [gradient(s, shape) for s in range(3)], jnp.ones(shape))
-    assert updates.shape == shape
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves((updates, state)))
-    assert np.all(updates != 0)
+    params = [jnp.ones(shape) for shape in SHAPES]
+    grads = [[gradient(seed, shape) for shape in SHAPES] for seed in range(3)]
+    all_updates, state = run(settings, grads, params)
+    assert all_finite(state)
+    for shape, updates in zip(SHAPES, all_updates, strict=True):
+        assert updates.shape == shape
+        assert np.all(np.isfinite(updates)), shape
+        assert np.all(updates != 0), shape
 
 
 @each_setting
-@pytest.mark.parametrize("axis", [0, 1, 2])
-def test_a_stack_along_any_axis_is_its_slices(settings, axis):
-    count = {0: 30, 1: 3, 2: 3}[axis]  # in front even of matrices with fewer rows than layers
-    magnitudes = np.geomspace(1, 100, count)[:, None, None]
-    grads = [gradient(seed, (count, 24, 40)) * magnitudes for seed in range(12)]
-    numbers = adapprox_jax.MatrixDimensionNumbers(*((1, 2), (0, 2), (0, 1))[axis])
-    if axis < 2:
-        numbers = None
+def test_a_stack_along_any_axis_is_its_slices(settings):
+    counts = [30, 3, 3]  # in front even of matrices with fewer rows than layers
+    grads = [
+        [gradient(seed, (n, 24, 40)) * np.geomspace(1, 100, n)[:, None, None] for n in counts]
+        for seed in range(12)
+    ]
+    moved = [[np.moveaxis(stack, 0, axis) for axis, stack in enumerate(grad)] for grad in grads]
+    numbers = [None, None, adapprox_jax.MatrixDimensionNumbers(0, 1)]
     stacked, state = run(
         {**settings, "weight_dimension_numbers": numbers},
-        [np.moveaxis(grad, 0, axis) for grad in grads],
-        jnp.ones(np.moveaxis(grads[0], 0, axis).shape),
+        moved,
+        jax.tree.map(np.ones_like, moved[0]),
     )
-    for i in (0, 1, count - 1):
-        alone, own = run(settings, [grad[i] for grad in grads], jnp.ones((24, 40)))
-        np.testing.assert_allclose(np.moveaxis(stacked, axis, 0)[i], alone, rtol=1e-3, atol=1e-6)
-        assert state[0].rank[i] == own[0].rank
-        np.testing.assert_allclose(state[0].error[i], own[0].error, rtol=1e-3, atol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
+    for axis, count in enumerate(counts):
+        for i in (0, 1, count - 1):
+            alone, own = run(settings, [grad[axis][i] for grad in grads], jnp.ones((24, 40)))
+            close(np.moveaxis(stacked[axis], axis, 0)[i], alone)
+            assert state[0].rank[axis][i] == own[0].rank
+            close(state[0].error[axis][i], own[0].error)
 
 
 @pytest.mark.parametrize("population", [False, True])
@@ -192,8 +213,10 @@ PARAMS = {"a": jnp.ones((24, 40)), "b": jnp.ones(40)}
 
 def misfit(grads=PARAMS, made_for=PARAMS, params=PARAMS, made_with=(), **settings):
     settings = {"max_rank": 4, "min_dim_size_to_factor": 1, **settings}
-    state = adapprox_jax.adapprox(1e-3, **{**settings, **dict(made_with)}).init(made_for)
-    adapprox_jax.adapprox(1e-3, **settings).update(grads, state, params)
+    made = adapprox_jax.adapprox(1e-3, **{**settings, **dict(made_with)})
+    state = jax.eval_shape(made.init, made_for)
+    # Traced only: what does not fit is found before anything runs.
+    return jax.eval_shape(adapprox_jax.adapprox(1e-3, **settings).update, grads, state, params)
 
 
 def test_gradients_that_do_not_fit_the_state_are_named():
@@ -224,9 +247,9 @@ def test_a_state_made_with_other_settings_is_named():
 
 def test_settings_that_the_state_decides_may_change():
     """The width of the buffers, and which leaves are factored, are read from the state."""
-    misfit(made_with={"max_rank": 6})
-    misfit(made_with={"min_dim_size_to_factor": 1000})
-    misfit(made_with={"initial_rank": 1})
+    for made_with in ({"max_rank": 6}, {"min_dim_size_to_factor": 1000}, {"initial_rank": 1}):
+        updates, _ = misfit(made_with=made_with)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, PARAMS)
 
 
 def test_dimension_numbers_that_do_not_fit_are_shown():

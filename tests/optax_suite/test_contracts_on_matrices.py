@@ -4,6 +4,7 @@ A contract whose problem can be set runs as it is; the others are written again 
 """
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -34,10 +35,20 @@ REWRITTEN = [
     "test_gradient_accumulation",
 ]
 
+# Of the adaptive rank: what tests beside this suite prove on smaller programs is slow here.
+PROVEN_ELSEWHERE = {
+    "test_optimizers_accept_extra_args",  # in tests/test_composition.py
+    "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",  # there too
+}
+
 slow = pytest.mark.slow
 each_setting = pytest.mark.parametrize(
     "settings",
     [pytest.param(SETTINGS[name], id=name, marks=[slow] * (name == "paper")) for name in SETTINGS],
+)
+fixed_setting = pytest.mark.parametrize(
+    "settings",
+    [pytest.param(SETTINGS[name], id=name, marks=[slow] * (name != "fixed")) for name in SETTINGS],
 )
 each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
@@ -111,13 +122,15 @@ def adapprox(monkeypatch):
 
 
 def cases():
-    """The contracts whose problem can be set, with the types that they are asked for."""
-    for contract in ON_A_SETUP:
+    """The contracts whose problem can be set, with settings and the types asked for."""
+    for contract, setting in itertools.product(ON_A_SETUP, SETTINGS):
+        is_slow = setting == "paper" or (setting == "adaptive" and contract in PROVEN_ELSEWHERE)
         for dtype in PARAMETERS[contract].get("dtype", [None]):
             parameters = {name: values[0] for name, values in PARAMETERS[contract].items()}
             parameters |= {"dtype": dtype} if dtype else {}
-            label = f"{contract}-{dtype.__name__}" if dtype else contract
-            yield pytest.param(contract, parameters, id=label)
+            label = "-".join([contract, *([dtype.__name__] if dtype else []), setting])
+            marks = [slow] * is_slow
+            yield pytest.param(contract, parameters, SETTINGS[setting], id=label, marks=marks)
 
 
 def test_every_contract_of_the_suite_is_run():
@@ -125,8 +138,7 @@ def test_every_contract_of_the_suite_is_run():
     assert {CONVERGENCE, *ON_A_SETUP, *REWRITTEN} == set(CONTRACTS)
 
 
-@each_setting
-@pytest.mark.parametrize(("contract", "parameters"), list(cases()))
+@pytest.mark.parametrize(("contract", "parameters", "settings"), list(cases()))
 def test_contract(contract, parameters, settings, adapprox, monkeypatch):
     """Optax's contract holds where its problem is one of matrices."""
     monkeypatch.setattr(suite, "_setup_parabola", quadratic(LONG, VECTOR))
@@ -134,7 +146,7 @@ def test_contract(contract, parameters, settings, adapprox, monkeypatch):
     run_contract(contract, settings, **parameters)
 
 
-@each_setting
+@fixed_setting  # of the adaptive rank the curved valley, which asks more of it
 @pytest.mark.parametrize(
     "target",
     [
@@ -161,7 +173,7 @@ def test_converges_in_a_curved_valley(settings, shape, adapprox):
     run_contract(CONVERGENCE, SETTINGS[settings], target=rosenbrock(*shape), dtype="float32")
 
 
-@each_setting
+@fixed_setting  # of the adaptive rank in tests/test_composition.py
 def test_can_be_wrapped_in_inject_hyperparams(settings, adapprox):
     """Injected hyperparameters give the updates and the state of plain ones."""
     params, grads = params_and_gradients("float32")
@@ -180,15 +192,18 @@ def test_can_be_wrapped_in_inject_hyperparams(settings, adapprox):
 @each_setting
 @each_dtype
 def test_preserves_dtype(dtype, settings, adapprox):
-    """Updates have the type of the parameters."""
+    """Updates have the type of the parameters; the contract on states runs these programs."""
     params, grads = params_and_gradients(dtype)
     tx = adapprox(learning_rate=1e-2, **settings)
-    updates, _ = jax.jit(tx.update)(grads, jax.jit(tx.init)(params), params)
+    updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)
     chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
 
 
 @each_setting
-@each_dtype
+@pytest.mark.parametrize(
+    "dtype",
+    ["bfloat16", pytest.param("float32", marks=slow)],  # in tests/test_composition.py
+)
 def test_accumulates_gradients(dtype, settings, adapprox):
     """Under optax.MultiSteps nothing moves before the last of the small steps."""
     params, grads = params_and_gradients(dtype)
