@@ -61,7 +61,8 @@ def guided_ema(
         parallel, would be multiplied by 1 / eps.
       mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type,
         or int8 or int4 for codes with a scale for each block of 32 (`quantize`), 1.06 or 0.56 bytes
-        a parameter. Leaves of fewer than 4096 numbers or 32 columns are then kept as with None.
+        per parameter, rounded by chance, so that slow changes are not lost. Leaves of fewer than
+        4096 numbers or 32 columns are then kept as with None.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
 
     Returns:

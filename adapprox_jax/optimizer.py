@@ -87,7 +87,7 @@ def adapprox(
       guidance_max_scale: The largest such factor, at least 1.
       bias_correction: Divide the second moment by 1 - b2^t.
       initial_rank: k_init; None for a fixed rank. This and what follows is explained at
-        `scale_by_adapprox`; `**PAPER` gives the paper's values.
+        `scale_by_adapprox`; `**PAPER` gives the paper's values of these.
       max_rank: k_max, an int or a fraction of min(m, n).
       error_threshold: The rank grows while the relative error is above it; a number or a function
         from the step to one.
@@ -107,7 +107,8 @@ def adapprox(
 
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
-      shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`.
+      shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`. An
+      update cannot be differentiated backwards (docs/algorithm.md, "Wrappers").
 
     Raises:
       ValueError: an argument is out of range, or neither clipping nor bias correction is on.
@@ -127,43 +128,6 @@ def adapprox(
         allowed = "a number or a schedule"
         require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
-    if clipping_threshold is not None:
-        allowed = "a number above 0, or None"
-        require("clipping_threshold", clipping_threshold, lambda x: x > 0, allowed)
-    allowed = "a number of at least 1"
-    require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
-    require_flag("cosine_guidance", cosine_guidance)
-    require_flag("bias_correction", bias_correction)
-    if callable(b1):
-        raise ValueError(
-            f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
-            " optax.inject_hyperparams leave 'b1' out of static_args."
-        )
-    require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    if clipping_threshold is None and not bias_correction:
-        raise ValueError(
-            "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
-            " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
-        )
-    if is_zero(b1):
-        if cosine_guidance:
-            allowed = "a number in (0, 1) where cosine_guidance is on"
-            raise ValueError(f"b1 is {b1!r}; allowed: {allowed}.")
-        average = optax.identity()
-    else:
-        average = guided_ema(
-            b1,
-            cosine_guidance=cosine_guidance,
-            eps=eps,
-            max_scale=guidance_max_scale,
-            mu_dtype=mu_dtype,
-            weight_dimension_numbers=weight_dimension_numbers,
-        )
-    clip = (
-        optax.identity()
-        if clipping_threshold is None
-        else clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
-    )
     return optax.chain(
         scale_by_adapprox(
             b2,
@@ -187,8 +151,59 @@ def adapprox(
             factor_dtype=factor_dtype,
             key=key,
         ),
-        clip,
-        average,
+        _clip(clipping_threshold, bias_correction, weight_dimension_numbers),
+        _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, weight_dimension_numbers),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
+    )
+
+
+def _clip(
+    threshold: jax.typing.ArrayLike | None,
+    bias_correction: bool,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """The clip, or nothing where there is no threshold and bias correction in its place."""
+    if threshold is not None:
+        allowed = "a number above 0, or None"
+        require("clipping_threshold", threshold, lambda x: x > 0, allowed)
+        return clip_by_matrix_rms(threshold, weight_dimension_numbers)
+    if not bias_correction:
+        raise ValueError(
+            "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
+            " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
+        )
+    return optax.identity()
+
+
+def _average(
+    b1: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+    mu_dtype: jax.typing.DTypeLike | None,
+    cosine_guidance: bool,
+    guidance_max_scale: jax.typing.ArrayLike,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """The running average, or nothing where b1 is known to be 0."""
+    require_flag("cosine_guidance", cosine_guidance)
+    allowed = "a number of at least 1"
+    require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
+    if callable(b1):
+        raise ValueError(
+            f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
+            " optax.inject_hyperparams leave 'b1' out of static_args."
+        )
+    require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    if is_zero(b1):
+        if cosine_guidance:
+            allowed = "a number in (0, 1) where cosine_guidance is on"
+            raise ValueError(f"b1 is {b1!r}; allowed: {allowed}.")
+        return optax.identity()
+    return guided_ema(
+        b1,
+        cosine_guidance=cosine_guidance,
+        eps=eps,
+        max_scale=guidance_max_scale,
+        mu_dtype=mu_dtype,
+        weight_dimension_numbers=weight_dimension_numbers,
     )

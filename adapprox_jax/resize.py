@@ -31,8 +31,8 @@ def resize(
       opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays, or
         of `jax.ShapeDtypeStruct`s, which have no ranks in use to be looked at.
       max_rank: New width: an int, or a float as a fraction of min(m, n), for every factored leaf;
-        or a dict from paths, as in `rank_report`, to these, for some. Cut to what is smaller than a
-        dense second moment.
+        or a dict from paths, as in `rank_report`, to these, for some. Cut, as by `adapprox`, to the
+        widest that are smaller than the matrix.
       truncate: Whether columns in use may be dropped, the last ones, which are the smallest unless
         `rotate` is False. The error and the estimate of the distance from the exact second moment
         then grow by what is lost.

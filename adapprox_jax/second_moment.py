@@ -82,7 +82,7 @@ def scale_by_adapprox(
       initial_rank: k_init, the first rank tried, at least 1. None, or `max_rank`: the rank is fixed
         at `max_rank`, the simple, predictable mode.
       max_rank: k_max, the width of the buffers: an int, or a float in (0, 1] as a fraction of
-        min(m, n), rounded down, at least 1.
+        min(m, n), rounded down, at least 1. Cut to the widest that are smaller than the matrix.
       error_threshold: The rank grows while the relative error is above it, at least 0. With
         `approximate="root"` this is the error of the root. Or a function from the step, from 1, to
         it, as `sampling_threshold` gives.
@@ -102,13 +102,14 @@ def scale_by_adapprox(
       min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense.
       weight_dimension_numbers: `MatrixDimensionNumbers` for some or all leaves: a tree that is a
         prefix of the parameters' (None: the default view), or a function from parameters to it.
-      factor_dtype: Type of q and u: bfloat16, float32 or float64; None for float32, or float64 for
-        float64 parameters.
+      factor_dtype: Type of q and u: bfloat16 (rounded by chance, so that slow changes are not
+        lost), float32 or float64; None for float32, or float64 for float64 parameters.
       key: An int seed or a JAX random key for the Gaussian starts. The same starts serve every
         leaf, so that an update does not depend on the order or the stacking of leaves.
 
     Returns:
-      An `optax.GradientTransformation` with state `ScaleByAdapproxState`.
+      An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update cannot be
+      differentiated backwards: a loop in it waits for orthonormal columns.
 
     Raises:
       ValueError: an argument is out of range, or a function gives what it must not.

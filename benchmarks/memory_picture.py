@@ -1,4 +1,4 @@
-"""Validation loss against bytes of state a parameter: `python -m benchmarks.memory_picture`.
+"""Validation loss against bytes of state per parameter: `python -m benchmarks.memory_picture`.
 
 Trains the default GPT-2 of `examples.gpt2.train` with each optimizer: every rate with the first
 seed, the best with the others. A finished run is one line of
@@ -197,7 +197,7 @@ def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
         json.dumps({"command": "python -m benchmarks.memory_picture", "summary": summary}, indent=1)
         + "\n"
     )
-    print("| | bytes a parameter | validation loss | standard error | peak rate |")
+    print("| | bytes per parameter | validation loss | standard error | peak rate |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, row in summary.items():
         print(
@@ -208,7 +208,7 @@ def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
 
 
 def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
-    """Draws loss with its standard error against bytes a parameter."""
+    """Draws loss with its standard error against bytes per parameter."""
     figure = Figure(figsize=(9, 5))
     axes = figure.subplots()
     colors = matplotlib.colormaps["tab20"].colors
@@ -222,7 +222,7 @@ def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
             capsize=2,
             label=name,
         )
-    axes.set(xlabel="bytes of optimizer state a parameter", ylabel="validation loss, 3 seeds")
+    axes.set(xlabel="bytes of optimizer state per parameter", ylabel="validation loss, 3 seeds")
     axes.set_xscale("log", base=2)
     axes.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     axes.grid(alpha=0.3)

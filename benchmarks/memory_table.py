@@ -257,7 +257,7 @@ def write(path: pathlib.Path, result: dict[str, Any]) -> None:
 
 def print_states(records: dict[str, dict[str, Any]]) -> None:
     """Prints one line an optimizer."""
-    print("| | MiB | paper, MiB | bytes a parameter | bookkeeping, bytes |")
+    print("| | MiB | paper, MiB | bytes per parameter | bookkeeping, bytes |")
     print("| --- | ---: | ---: | ---: | ---: |")
     for name, r in records.items():
         bookkeeping = r["bookkeeping_bytes"]

@@ -9,6 +9,10 @@ import pytest
 import adapprox_jax
 
 KEY = jax.random.key(0)
+srsi = jax.jit(
+    adapprox_jax.srsi,
+    static_argnames=("rank", "power_iterations", "oversampling", "rotate", "orthogonalization"),
+)
 
 
 def lognormal(shape, seed=0, scale=1.0):
@@ -97,7 +101,7 @@ def test_2_rank_is_chosen_at_the_first_of_every_interval(interval):
 @pytest.mark.parametrize("approximate", ["moment", "root"])
 def test_3_low_rank_products_go_below_zero_and_are_cut_off(approximate):
     """Of the root, too, where an entry below zero would be squared to one above."""
-    q, u = adapprox_jax.srsi(jnp.asarray(lognormal((24, 40), scale=2.0)), 4, KEY)
+    q, u = srsi(jnp.asarray(lognormal((24, 40), scale=2.0)), 4, KEY)
     product = np.asarray(q, np.float64) @ np.asarray(u, np.float64).T
     assert product.min() < 0
     tx = small(max_rank=4, b2=0.5, approximate=approximate)
@@ -209,8 +213,8 @@ def test_6_gradients_of_any_size_give_the_same_updates(scale, approximate):
 
 def test_7_printed_oversampling_changes_nothing():
     matrix = jnp.asarray(lognormal((40, 60)))
-    plain = adapprox_jax.srsi(matrix, 6, KEY, oversampling=0, rotate=False)
-    more = adapprox_jax.srsi(matrix, 6, KEY, oversampling=5, rotate=False)
+    plain = srsi(matrix, 6, KEY, oversampling=0, rotate=False)
+    more = srsi(matrix, 6, KEY, oversampling=5, rotate=False)
     np.testing.assert_allclose(plain[0] @ plain[1].T, more[0] @ more[1].T, atol=1e-4)
 
 

@@ -132,7 +132,17 @@ def compare(
     return ranks
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+# Of every other variant float64, below, proves the algorithm, and these the float32 arithmetic.
+IN_FLOAT32 = ["fixed", "fixed-root-warm", "fixed-printed", "adaptive", "adaptive-root-all"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in IN_FLOAT32 else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+    ],
+)
 def test_library_follows_the_reference(name):
     s = reference.Settings(**{"b2": 0.95, **VARIANTS[name]})
     ranks = compare(s, jnp.float32, 1e-4)
