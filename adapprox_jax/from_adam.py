@@ -96,7 +96,6 @@ def from_adam(
     random_key = require_key(key)
     adam = _only_adam_state(adam_state)
     check_concrete("from_adam", adam)
-    check_trees(adam.nu, params, "the second moments of adam_state")
     state = tx.init(params)
     t = int(adam.count)
     numbers = resolve_dimension_numbers(weight_dimension_numbers, adam.nu)
@@ -135,10 +134,12 @@ def from_adam(
     if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
     state = jax.tree.map(convert, state, is_leaf=is_converted)
-    # A parameter, too, may be called "count".
-    state = optax.tree.set(
-        state, lambda path, _: not isinstance(path[-1], jax.tree_util.DictKey), count=adam.count
-    )
+
+    def is_count(path: Any, value: Any) -> bool:
+        # A parameter, too, may be called "count"; an average that is not in codes has none.
+        return not isinstance(path[-1], jax.tree_util.DictKey) and not isinstance(value, tuple)
+
+    state = optax.tree.set(state, is_count, count=adam.count)
     return jax.tree.map(jnp.array, state)  # arrays of its own: states are donated
 
 

@@ -23,7 +23,9 @@ def check_key(key: Any) -> tuple[int | jax.Array, Any]:
         return key, jax.random.key_impl(key)
     if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim == 1:
         return jnp.asarray(key), None
-    allowed = "an integer seed of 64 bits or a JAX random key"
+    allowed = "an integer seed or a JAX random key"
+    if is_integer:
+        allowed = "an integer seed of at most 64 bits"
     raise ValueError(f"key is {key!r}; allowed: {allowed}.")
 
 

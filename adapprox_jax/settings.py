@@ -48,7 +48,7 @@ class RankRule:
             allowed = f"an integer of at least initial_rank = {least}"
             require("max_rank", self.max_rank, lambda x: x >= least, allowed)
         require_integer("rank_interval", self.rank_interval, 1)
-        require_function("rank_growth", self.rank_growth, "a function of the error, or None")
+        require_function("rank_growth", self.rank_growth, "a function, or None")
         require_integer("rank_margin", self.rank_margin, 0)
 
     def first(self, capacity: int) -> int:

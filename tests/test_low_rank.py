@@ -262,12 +262,12 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"rank": 0}, r"rank is 0; allowed: an integer from 1 to min\(m, n\) = 4"),
+        ({"rank": 0}, "rank is 0; allowed: an integer from 1 to 4"),
         ({"rank": 5}, "rank is 5; allowed"),
         ({"power_iterations": 0}, "power_iterations is 0; allowed: an integer of at least 1"),
         ({"oversampling": -1}, "oversampling is -1; allowed"),
         ({"orthogonalization": "svd"}, "orthogonalization is 'svd'; allowed: 'qr', 'cholesky'"),
-        ({"matrix": jnp.ones(4)}, "matrix.ndim is 1; allowed: 2"),
+        ({"matrix": jnp.ones(4)}, "matrix is of type float32 and shape .*; allowed: an array"),
     ],
 )
 def test_bad_arguments_are_named(keywords, message):

@@ -180,11 +180,11 @@ def test_keys_as_seeds_raw_and_typed_keys():
     assert np.any(run(other, grads)[0]["kernel"] != seed["kernel"])
 
 
-def test_small_matrices_stay_dense_by_default_or_where_factors_are_no_smaller():
+def test_small_matrices_stay_dense_by_default_and_wide_buffers_are_cut():
     by_default = adapprox_jax.scale_by_adapprox().init(PARAMS)
     assert by_default.nu["kernel"].shape == (24, 40)
-    no_smaller = adapprox_jax.scale_by_adapprox(max_rank=20, min_dim_size_to_factor=1)
-    assert no_smaller.init(PARAMS).nu["kernel"].shape == (24, 40)
+    wide = adapprox_jax.scale_by_adapprox(max_rank=20, min_dim_size_to_factor=1).init(PARAMS)
+    assert wide.q["kernel"].shape == (24, 14)  # 15 columns of 24 + 40 are 960, as 24 x 40 are
 
 
 BAD = [

@@ -48,14 +48,18 @@ def test_zeros_and_extreme_blocks(bits):
 
 @each_dtype
 def test_average_follows_that_of_float32(dtype):
-    """Alone behind another optimizer's scaling; small leaves are exact."""
-    most = 0.02 if dtype == jnp.int8 else 0.25
+    """Alone behind another optimizer's scaling; small leaves are exact.
+
+    Of updates that are noise alone, which rounding by chance is harder on than on any signal: at
+    most twice the half code that rounding to the nearest is off by, gathered over 1 / (1 - b1^2).
+    """
+    most = 0.02 if dtype == jnp.int8 else 0.4
     plain = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9))
     coded = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9, mu_dtype=dtype))
     states = [plain.init(PARAMS), coded.init(PARAMS)]
+    step = jax.jit(lambda u, a, b: (plain.update(u, a), coded.update(u, b)))
     for t in range(40):
-        expected, states[0] = jax.jit(plain.update)(updates(t), states[0])
-        actual, states[1] = jax.jit(coded.update)(updates(t), states[1])
+        (expected, states[0]), (actual, states[1]) = step(updates(t), *states)
     np.testing.assert_allclose(actual["bias"], expected["bias"], rtol=1e-5)
     for name in ("kernel", "odd"):
         distance = jnp.linalg.norm(actual[name] - expected[name])
@@ -67,7 +71,7 @@ def test_bytes(dtype):
     per_parameter = 1.0625 if dtype == jnp.int8 else 0.5625
     shape = {"kernel": jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)}
     nbytes = adapprox_jax.state_nbytes(adapprox_jax.guided_ema(mu_dtype=dtype), shape)
-    assert nbytes == per_parameter * 512 * 768
+    assert nbytes == per_parameter * 512 * 768 + 4  # and the count of updates
 
 
 @each_dtype

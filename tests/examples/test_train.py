@@ -94,7 +94,8 @@ def test_elastic_buffers_follow_the_ranks(elastic):
     factors = saved(elastic, 24)["opt_state"][0]["q"]
     widths = {leaf.shape[-1] for leaf in jax.tree.leaves(factors) if leaf.ndim}
     assert 12 in widths
-    assert widths <= {8, 11, 12}  # 12 columns of the 16 x 48 matrix would not be smaller than it
+    # Wider buffers of 8 x 16, 16 x 16 and 16 x 48 would not be smaller than the matrix.
+    assert widths <= {5, 7, 8, 11, 12}
     for row in checks:
         assert row["peak_state_mib"] >= row["state_mib"] > 0
         assert set(row["full"]) <= set(row["ranks"])
