@@ -108,17 +108,20 @@ PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def bookkeeping_nbytes(tx: optax.GradientTransformation, params: Any) -> int | None:
+def nbytes(tree: Any) -> int:
+    """Bytes of a tree of arrays, or of `jax.ShapeDtypeStruct`s."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def bookkeeping_nbytes(state: Any) -> int | None:
     """Bytes of Adapprox's state that are no factors and no second moment.
 
     Args:
-      tx: Any Optax transformation.
-      params: Parameters, or `jax.ShapeDtypeStruct`s in their place.
+      state: Of any optimizer; its arrays may be abstract.
 
     Returns:
       The bytes of the count, key, ranks, errors and drifts; None where none of it is Adapprox's.
     """
-    state = jax.eval_shape(tx.init, params)
     states = jax.tree.leaves(
         state, is_leaf=lambda x: isinstance(x, adapprox_jax.ScaleByAdapproxState)
     )
@@ -126,7 +129,7 @@ def bookkeeping_nbytes(tx: optax.GradientTransformation, params: Any) -> int | N
     if not found:
         return None
     rest = [s._replace(q=None, u=None, nu=None) for s in found]
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(rest))
+    return nbytes(rest)
 
 
 def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
@@ -147,12 +150,12 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
         optimizers |= {name: make() for name, make in OURS.items()}
     records = {}
     for name, tx in optimizers.items():
-        nbytes = adapprox_jax.state_nbytes(tx, shapes)
+        state = jax.eval_shape(tx.init, shapes)
         records[name] = {
-            "mib": nbytes / MIB,
+            "mib": nbytes(state) / MIB,
             "paper_mib": papers.get(name),
-            "bytes_a_parameter": nbytes / parameters,
-            "bookkeeping_bytes": bookkeeping_nbytes(tx, shapes),
+            "bytes_a_parameter": nbytes(state) / parameters,
+            "bookkeeping_bytes": bookkeeping_nbytes(state),
         }
     return records
 

@@ -67,7 +67,7 @@ def test_error_is_near_the_optimum(spectrum, orthogonalization):
 @pytest.mark.parametrize("shape", [(10, 16), (16, 10)])
 def test_q_is_orthonormal_at_every_rank(shape, orthogonalization):
     matrix = with_spectrum(0.5 ** np.arange(10.0), shape)
-    for rank in range(1, 11):
+    for rank in (1, 2, 5, 9, 10):
         q, u = srsi(
             jnp.asarray(matrix, jnp.float32),
             rank,

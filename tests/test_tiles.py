@@ -7,6 +7,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax import tiles
+from adapprox_jax.leaf_step import step_leaf
 
 SETTINGS = {
     "fixed": dict(max_rank=4),
@@ -19,7 +20,7 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def _nothing_traced_in_tiles_is_left():
     yield
-    jax.clear_caches()
+    step_leaf.clear_cache()
 
 
 def three_updates(shape, settings):
@@ -36,7 +37,7 @@ def three_updates(shape, settings):
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_updates_in_tiles_are_those_of_the_whole(settings, shape, monkeypatch):
     expected, expected_state = three_updates(shape, settings)
-    jax.clear_caches()  # what is traced for a shape is kept
+    step_leaf.clear_cache()  # what is traced for a shape is kept
     monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
     monkeypatch.setattr(tiles, "_TILE", 500)
     assert (tiles.tiling_of(shape).tiles > 1) == (97 not in shape)  # a prime has no divisors

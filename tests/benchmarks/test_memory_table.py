@@ -53,9 +53,9 @@ def test_bookkeeping_and_the_rest_are_the_whole_state():
     params = {"kernel": jax.ShapeDtypeStruct((128, 256), "float32")}
     tx = adapprox_jax.scale_by_adapprox(max_rank=4)
     factors, placeholder = 4 * 4 * (128 + 256), 4
-    rest = memory_table.bookkeeping_nbytes(tx, params)
+    rest = memory_table.bookkeeping_nbytes(jax.eval_shape(tx.init, params))
     assert adapprox_jax.state_nbytes(tx, params) == factors + placeholder + rest
-    assert memory_table.bookkeeping_nbytes(optax.sgd(1.0), params) is None
+    assert memory_table.bookkeeping_nbytes(optax.sgd(1.0).init(params)) is None
 
 
 def test_peaks_of_a_training_step(tmp_path, monkeypatch, capsys):

@@ -9,12 +9,9 @@ from jax.sharding import Mesh, PartitionSpec
 import adapprox_jax
 
 SETTINGS = {
-    "fixed": dict(max_rank=4),
+    "fixed": dict(max_rank=4, power_iterations=2),
     "adaptive": dict(initial_rank=1, max_rank=18, error_threshold=0.1, rank_growth=lambda xi: 1),
-    "paper": adapprox_jax.PAPER,
-    "bfloat16": dict(max_rank=4, factor_dtype=jnp.bfloat16),
-    "8 bits": dict(max_rank=4, mu_dtype=jnp.int8),
-    "no warm start": dict(max_rank=4, warm_start=False, power_iterations=2),
+    "few bits": dict(max_rank=4, factor_dtype=jnp.bfloat16, mu_dtype=jnp.int8),
 }
 VARIES, REPLICATED = PartitionSpec("x"), PartitionSpec()
 
