@@ -10,10 +10,7 @@ Approximate: TypeAlias = Literal["moment", "root"]
 
 
 class Approximation(NamedTuple):
-    """An elementwise function of V that is factored in its place; all functions are elementwise.
-
-    The target is what is factored: V, or the function of it.
-    """
+    """How V and the target, an elementwise function of V that is factored in its place, relate."""
 
     of_moment: Callable[[Any], Any]  # V -> target
     to_moment: Callable[[jax.Array], jax.Array]  # target -> V

@@ -32,7 +32,12 @@ from adapprox_jax.state import (
     state_of,
 )
 from adapprox_jax.tree_checks import check_concrete, check_trees, leaf_name
-from adapprox_jax.validation import require, require_choice, require_flag
+from adapprox_jax.validation import (
+    require,
+    require_choice,
+    require_flag,
+    require_transformation,
+)
 
 
 def from_adam(
@@ -84,6 +89,7 @@ def from_adam(
       >>> tx = adapprox_jax.adapprox(1e-3)
       >>> state = adapprox_jax.from_adam(tx, adam_state, params)
     """
+    require_transformation("tx", tx)
     for name, decay in (("b1", b1), ("b2", b2)):
         require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
@@ -133,14 +139,26 @@ def from_adam(
 
     if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
-    state = jax.tree.map(convert, state, is_leaf=is_converted)
-
-    def is_count(path: Any, value: Any) -> bool:
-        # A parameter, too, may be called "count"; an average that is not in codes has none.
-        return not isinstance(path[-1], jax.tree_util.DictKey) and not isinstance(value, tuple)
-
-    state = optax.tree.set(state, is_count, count=adam.count)
+    state = _set_counts(jax.tree.map(convert, state, is_leaf=is_converted), adam.count)
     return jax.tree.map(jnp.array, state)  # arrays of its own: states are donated
+
+
+def _set_counts(state: Any, count: jax.Array) -> Any:
+    """A state whose counts of steps, those of schedules too, are `count`.
+
+    Averages and factors are left alone: a parameter, too, may be called "count".
+    """
+
+    def is_ours(x: Any) -> bool:
+        return isinstance(x, ScaleByAdapproxState | GuidedEmaState)
+
+    def one(path: Any, node: Any) -> Any:
+        if is_ours(node):  # an average that is not in codes has no count
+            return node if isinstance(node.count, tuple) else node._replace(count=count)
+        name = path[-1].name if path and isinstance(path[-1], jax.tree_util.GetAttrKey) else ""
+        return count if name == "count" else node
+
+    return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_ours)
 
 
 def _only_adam_state(state: Any) -> optax.ScaleByAdamState:

@@ -11,6 +11,7 @@ import optax
 from adapprox_jax.boxes import is_box, unbox
 from adapprox_jax.state import ScaleByAdapproxState
 from adapprox_jax.tree_checks import check_concrete
+from adapprox_jax.validation import require_transformation
 
 
 class RankInfo(NamedTuple):
@@ -103,6 +104,7 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
       >>> adapprox_jax.state_nbytes(optax.adamw(1e-3), params)
       33554436
     """
+    require_transformation("tx", tx)
     state = jax.eval_shape(tx.init, params)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 

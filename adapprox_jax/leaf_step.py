@@ -49,15 +49,16 @@ def step_leaf(
     Returns:
       The scaled gradient in the type of the gradient, and the new state.
     """
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
     if not state.is_factored:
-        return step_dense(merge_known(known, traced), grad, state)
+        return step_dense(merge_known(known, traced, dtype), grad, state)
 
     def of_one(
         traced: StepScalars, grad: jax.Array, state: LeafState
     ) -> tuple[jax.Array, LeafState]:
-        return step_matrix(merge_known(known, traced), grad, state, settings)
+        return step_matrix(merge_known(known, traced, dtype), grad, state, settings)
 
-    if settings.rank.initial_rank is not None:
+    if not settings.rank.is_fixed(state.q.shape[-1]):
         # So that under `jax.vmap`, too, a branch is taken or not.
         of_one = jax.custom_batching.sequential_vmap(of_one)
 

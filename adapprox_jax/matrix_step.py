@@ -86,13 +86,16 @@ def step_matrix(
 def second_moment_of(
     scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
 ) -> tuple[SecondMoment, jax.Array]:
-    """V_t = b2 V_(t-1) + (1 - b2) G^2 of one matrix, and the largest magnitude in u.
+    """V_t = b2 V_(t-1) + (1 - b2) G^2 of one matrix.
 
     Args:
       scalars: The numbers of this step.
       grad: G, (m, n) or (n, m).
       state: Of this matrix.
       settings: Of the optimizer.
+
+    Returns:
+      V_t, and the largest magnitude in u, which is 0 where there is no V_(t-1) yet.
     """
     approximation, tiling = settings.approximation, tiling_of(grad.shape)
     dtype = jnp.promote_types(grad.dtype, jnp.float32)
@@ -188,7 +191,7 @@ def product_in_use(
     *,
     axis: int,
     dtype: jax.typing.DTypeLike,
-    rows_of: Callable[[jax.Array], jax.Array] = lambda u: u,
+    rows_of: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     """Q u^T of the columns in use, which may have entries below zero (docs/algorithm.md, 3).
 

@@ -20,8 +20,8 @@ from adapprox_jax.quantization import (
     dequantize,
     quantize,
     quantized_like,
-    uniform_noise,
 )
+from adapprox_jax.rounding import uniform_noise
 from adapprox_jax.sharding import full_along, with_automatic_axes
 from adapprox_jax.tree_checks import check_state, check_trees, leaf_name
 from adapprox_jax.validation import require, require_flag
@@ -61,8 +61,9 @@ def guided_ema(
         parallel, would be multiplied by 1 / eps.
       mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type,
         or int8 or int4 for codes with a scale for each block of 32 (`quantize`), 1.06 or 0.56 bytes
-        per parameter, rounded by chance, so that slow changes are not lost. Leaves of fewer than
-        4096 numbers or 32 columns are then kept as with None.
+        per parameter, rounded stochastically, so that slow changes are not lost. Leaves of fewer
+        than 4096 numbers or 32 columns are then kept as with None. Floating-point types are rounded
+        to the nearest: bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
 
     Returns:
@@ -112,7 +113,9 @@ def guided_ema(
                 " with another mu_dtype?"
             )
         no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
-        count = () if bits is None else optax.safe_increment(state.count)
+        # A state from before codes were rounded stochastically has no count.
+        last = jnp.zeros([], jnp.int32) if isinstance(state.count, tuple) else state.count
+        count = () if bits is None else optax.safe_increment(last)
         results = jax.tree_util.tree_map_with_path(
             partial(_average_leaf, b1=b1, bits=bits, count=count),
             updates,
@@ -221,7 +224,9 @@ def _average_leaf(
         return average, *quantize(average, bits, uniform_noise(given.shape, count))
 
     codes_like = quantized_like(given.shape, bits)[0]
-    _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
+    codes = f"codes {kept.dtype}{list(kept.shape)}"
+    fits = (kept.shape, kept.dtype) == (codes_like.shape, codes_like.dtype)
+    _check_shape(path, given, f"that of the state's {codes}, with their mu_dtype", fits)
     operands = given, kept, scales
     average, codes, scales = with_automatic_axes(coded, operands)(*operands, count)
     return rebox(update, average), rebox(mu, codes), rebox(scale, scales)

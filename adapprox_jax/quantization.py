@@ -1,14 +1,14 @@
-"""Arrays in fewer bits: 8 or 4 with a scale for each block of 32, or bfloat16 by chance."""
+"""Arrays in 8 or 4 bits a number, with one scale for each block of 32 along the last axis."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.validation import require, require_choice
+from adapprox_jax.rounding import LARGEST_BFLOAT16, round_stochastically
+from adapprox_jax.validation import require, require_choice, require_integer
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
-_LARGEST_SCALE = 3.3895313892515355e38  # float32 goes a little further
 _CODE_DTYPES = {8: jnp.int8, 4: jnp.uint8}  # two numbers of 4 bits lie in one byte
 
 
@@ -44,12 +44,19 @@ def quantize(
     their table of codes.
     """
     require_choice("bits", bits, tuple(_CODE_DTYPES))
+    given = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
+    if given[0] is None or not jnp.issubdtype(given[1], jnp.floating):
+        allowed = "an array of a real floating-point type"
+        raise ValueError(f"array has type {given[1]}; allowed: {allowed}.")
+    if noise is not None and getattr(noise, "shape", None) != array.shape:
+        shape = getattr(noise, "shape", type(noise).__name__)
+        raise ValueError(f"noise has shape {shape}; allowed: that of the array, {array.shape}.")
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
     n = array.shape[-1]
     blocks = _in_blocks(array.astype(jnp.float32))
     largest_in_block = jnp.max(jnp.abs(blocks), axis=-1)
     scales = jnp.where(
-        jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, _LARGEST_SCALE)
+        jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, LARGEST_BFLOAT16)
     )
     if noise is None:
         scales = scales.astype(_SCALE_DTYPE)
@@ -69,7 +76,8 @@ def quantize(
         below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
         low, high = (jnp.sign(code) * jnp.square(code / largest) for code in (below, below + 1))
         codes = below + (_in_blocks(noise) < (unit - low) / (high - low))
-    codes = codes.astype(jnp.int8).reshape(*array.shape[:-1], -1)[..., : n + n % 2]
+    codes = codes.astype(jnp.int8).reshape(*array.shape[:-1], blocks.shape[-2] * BLOCK)
+    codes = codes[..., : n + n % 2]
     return (codes[..., :n] if bits == 8 else _packed(codes)), scales
 
 
@@ -93,6 +101,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
       >>> print(adapprox_jax.dequantize(codes, scales, 3))
       [ 3. -3.  0.]
     """
+    require_integer("n", n, 0)
     by_dtype = {jnp.dtype(dtype): bits for bits, dtype in _CODE_DTYPES.items()}
     require_choice("codes.dtype", codes.dtype, tuple(by_dtype))
     bits = by_dtype[codes.dtype]
@@ -103,46 +112,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     signed = _unpacked(codes) if bits == 4 else codes
     unit = _in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
     numbers = jnp.sign(unit) * jnp.square(unit) * scales.astype(jnp.float32)[..., None]
-    return numbers.reshape(*codes.shape[:-1], -1)[..., :n]
-
-
-def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:
-    """Rounds to bfloat16, up or down with the odds that keep the expectation.
-
-    Rounded to the nearest, an average that moves by less than half of its last bit a step stands
-    still.
-
-    Args:
-      array: Real, of any shape.
-      bits: Random uint16 of that shape.
-
-    Returns:
-      bfloat16 of that shape; what is not finite stays as it is.
-    """
-    single = array.astype(jnp.float32)
-    words = jax.lax.bitcast_convert_type(single, jnp.uint32) + bits.astype(jnp.uint32)
-    # The upper half of a float32 is the bfloat16 below it in magnitude.
-    rounded = jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(single), rounded, single.astype(jnp.bfloat16))
-
-
-def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
-    """Numbers in [0, 1) that look random, others for every count.
-
-    A hash of position and count and no random generator, which would take longer than all else
-    that is done with an average.
-
-    Args:
-      shape: Of the result.
-      count: Integer scalar.
-    """
-    words = count.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
-    for axis, size in enumerate(shape):  # position by position, so that a sharding is kept
-        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
-        words = (words + along) * jnp.uint32(0x9E3779B1) if size else words
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        words = (words ^ (words >> shift)) * jnp.uint32(factor)
-    return ((words ^ (words >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
+    return numbers.reshape(*codes.shape[:-1], numbers.shape[-2] * BLOCK)[..., :n]
 
 
 def quantized_like(
@@ -156,7 +126,7 @@ def _in_blocks(array: jax.Array) -> jax.Array:
     """(..., n) as (..., blocks, 32), with zeros after the last number."""
     missing = -array.shape[-1] % BLOCK
     padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
-    return padded.reshape(*array.shape[:-1], -1, BLOCK)
+    return padded.reshape(*array.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
 
 
 def _packed(codes: jax.Array) -> jax.Array:

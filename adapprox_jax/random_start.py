@@ -11,7 +11,7 @@ _NORMALS = 8  # Gaussian columns that a random start is made of
 
 
 def check_key(key: Any) -> tuple[int | jax.Array, Any]:
-    """The seed or key, and the implementation of a typed key. Makes no array: no device yet.
+    """The seed or key, and the implementation of a typed key. A seed makes no array yet.
 
     Raises:
       ValueError: it is neither.
@@ -19,9 +19,11 @@ def check_key(key: Any) -> tuple[int | jax.Array, Any]:
     is_integer = isinstance(key, numbers.Integral) and not isinstance(key, bool)
     if is_integer and -(2**63) <= int(key) < 2**63:
         return int(key), None
-    if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if is_typed and key.ndim == 0:
         return key, jax.random.key_impl(key)
-    if isinstance(key, jax.Array | np.ndarray) and key.dtype == jnp.uint32 and key.ndim == 1:
+    is_array = isinstance(key, jax.Array | np.ndarray)
+    if is_array and key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
         return jnp.asarray(key), None
     allowed = "an integer seed or a JAX random key"
     if is_integer:

@@ -15,7 +15,7 @@ from adapprox_jax.low_rank import (
     tail_error,
 )
 from adapprox_jax.products import MatrixProducts, column_energies
-from adapprox_jax.quantization import round_stochastically
+from adapprox_jax.rounding import round_stochastically
 from adapprox_jax.settings import RankGrowth, RankRule, Subspace
 from adapprox_jax.validation import require, require_scalar
 
@@ -272,10 +272,10 @@ def decompose_at_rank(
         known = width == first_image.shape[1]
         image = first_image if known else products.image(start_of(width))
         found = decompose(products, image, subspace, measured)
-        q, u = (_fit(x, capacity) for x in (found.q, found.u))
-        return Decomposition(q, u, _fit(found.energies, widest), found.residual)
+        q, u = (fit_columns(x, capacity) for x in (found.q, found.u))
+        return Decomposition(q, u, fit_columns(found.energies, widest), found.residual)
 
-    if rule.first(capacity) == capacity:
+    if rule.is_fixed(capacity):
         return at_size(capacity), jnp.full_like(previous.rank, capacity)
 
     def attempt(carry: Any) -> Any:
@@ -306,7 +306,7 @@ def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:
     return sum(((rank > size).astype(jnp.int32) for size in sizes[:-1]), jnp.int32(0))
 
 
-def _fit(array: jax.Array, width: int) -> jax.Array:
+def fit_columns(array: jax.Array, width: int) -> jax.Array:
     """Cuts the last axis to `width`, or adds zeros there."""
     missing = max(width - array.shape[-1], 0)
     return jnp.pad(array[..., :width], [(0, 0)] * (array.ndim - 1) + [(0, missing)])

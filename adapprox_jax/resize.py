@@ -9,10 +9,11 @@ import numpy as np
 
 from adapprox_jax.boxes import rebox, unbox
 from adapprox_jax.inspect import rank_report
+from adapprox_jax.rank import fit_columns
 from adapprox_jax.settings import require_max_rank, resolve_capacity
 from adapprox_jax.state import LeafState, ScaleByAdapproxState, leaf_states, state_of
 from adapprox_jax.tree_checks import check_concrete
-from adapprox_jax.validation import require_flag, require_integer
+from adapprox_jax.validation import require, require_flag, require_integer
 
 
 def resize(
@@ -89,7 +90,7 @@ def resize(
     unknown = set(max_rank) - known if isinstance(max_rank, Mapping) else set()
     if unknown:
         allowed = ", ".join(map(repr, sorted(known)))
-        raise ValueError(f"max_rank has {sorted(unknown)}; allowed: {allowed}.")
+        raise ValueError(f"max_rank has {sorted(map(str, unknown))}; allowed: {allowed}.")
     return resized
 
 
@@ -129,6 +130,9 @@ def grow(
     """
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         raise ValueError(f"sizes is {sizes!r}; allowed: a sequence of rising integers.")
+    if error_threshold is not None:
+        allowed = "a number of at least 0, or None"
+        require("error_threshold", error_threshold, lambda x: x >= 0, allowed)
     check_concrete("grow", opt_state)
     for i, size in enumerate(sizes):
         require_integer(f"sizes[{i}]", size, sizes[i - 1] + 1 if i else 1)
@@ -164,16 +168,16 @@ def _resize_leaf(name: str, leaf: LeafState, capacity: int, truncate: bool) -> L
     return leaf._replace(q=_fit(leaf.q, capacity), u=_fit(leaf.u, capacity))
 
 
-def _like(old: jax.Array, value: np.ndarray) -> jax.Array:
-    """A value with the type and sharding of an old one."""
-    return jax.device_put(value.astype(old.dtype), old.sharding)
+def _like(old: Any, value: np.ndarray) -> jax.Array:
+    """A value with the type of an old one, and its sharding where it has one."""
+    new = value.astype(old.dtype)
+    return jax.device_put(new, old.sharding) if isinstance(old, jax.Array) else jnp.asarray(new)
 
 
 def _fit(x: Any, width: int) -> Any:
-    """Cuts the last axis to `width`, or adds zeros there."""
+    """`fit_columns` of an array, or of an abstract one."""
     if x.shape[-1] == width:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype, sharding=x.sharding)
-    missing = max(width - x.shape[-1], 0)
-    return jnp.pad(x[..., :width], [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+    return fit_columns(x, width)

@@ -92,9 +92,9 @@ def scale_by_adapprox(
       rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0. What
         those leave out gathers there over the steps, so that a low rank can be seen to be too low.
       power_iterations: l, passes of Algorithm 1's loop, at least 1.
-      oversampling: p, columns worked on beyond the rank, at least 0. With a warm start the columns
-        in use turn towards what they lack by themselves, and more did not lower the loss
-        (docs/performance.md).
+      oversampling: p, columns worked on beyond the rank, at least 0; no effect without `rotate`.
+        With a warm start the columns in use turn towards what they lack by themselves, and more did
+        not lower the loss (docs/design.md).
       rotate: Keep the best k of the k + p directions; False is the algorithm as printed.
       warm_start: Start from the last factors in place of a Gaussian matrix.
       approximate: "moment" factors V, "root" its elementwise square root.
@@ -102,7 +102,7 @@ def scale_by_adapprox(
       min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense.
       weight_dimension_numbers: `MatrixDimensionNumbers` for some or all leaves: a tree that is a
         prefix of the parameters' (None: the default view), or a function from parameters to it.
-      factor_dtype: Type of q and u: bfloat16 (rounded by chance, so that slow changes are not
+      factor_dtype: Type of q and u: bfloat16 (rounded stochastically, so that slow changes are not
         lost), float32 or float64; None for float32, or float64 for float64 parameters.
       key: An int seed or a JAX random key for the Gaussian starts. The same starts serve every
         leaf, so that an update does not depend on the order or the stacking of leaves.

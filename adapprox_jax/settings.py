@@ -6,8 +6,9 @@ one optimizer serves every other one with equal settings.
 
 import dataclasses
 import math
+import numbers
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from adapprox_jax.validation import (
 
 RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
-ORTHOGONALIZATIONS = ("qr", "cholesky")
+ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
 _SMALLEST_SIZE = 16
 
@@ -51,6 +52,10 @@ class RankRule:
         require_function("rank_growth", self.rank_growth, "a function, or None")
         require_integer("rank_margin", self.rank_margin, 0)
 
+    def is_fixed(self, capacity: int) -> bool:
+        """Whether the rank is always that of buffers of `capacity` columns."""
+        return self.first(capacity) == capacity
+
     def first(self, capacity: int) -> int:
         """k_init cut to buffers of `capacity` columns; all of them where the rank is fixed."""
         return capacity if self.initial_rank is None else min(self.initial_rank, capacity)
@@ -68,7 +73,7 @@ class RankRule:
         Returns:
           Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
         """
-        if self.first(capacity) == capacity:
+        if self.is_fixed(capacity):
             return (capacity,)
         sizes = [_SMALLEST_SIZE]
         while sizes[-1] < capacity:
@@ -124,7 +129,7 @@ class Storage:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All of them."""
+    """All settings of `scale_by_adapprox` that decide shapes or code."""
 
     rank: RankRule
     subspace: Subspace
@@ -154,8 +159,13 @@ def require_max_rank(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a width of buffers: an integer or a fraction."""
     if isinstance(value, float):
         require(name, value, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
-    else:
+    elif isinstance(value, jax.Array):
         require_integer(name, value, 1)
+    else:
+        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+        allowed = "an integer of at least 1, or a float in (0, 1]"
+        if not (is_integer and value >= 1):
+            raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
 def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:

@@ -27,12 +27,19 @@ class StepScalars(NamedTuple):
 
 def split_known(scalars: StepScalars) -> tuple[StepScalars, StepScalars]:
     """Numbers that are known beforehand, and those that are arrays; None stands for the others."""
-    known: list[Any] = [x if isinstance(x, numbers.Real) else None for x in scalars]
+    # Plain floats: NumPy's have a type of their own, which arithmetic would widen to.
+    known: list[Any] = [float(x) if isinstance(x, numbers.Real) else None for x in scalars]
     traced: list[Any] = [None if isinstance(x, numbers.Real) else x for x in scalars]
     return StepScalars(*known), StepScalars(*traced)
 
 
-def merge_known(known: StepScalars, traced: StepScalars) -> StepScalars:
-    """Undoes `split_known`."""
+def merge_known(
+    known: StepScalars, traced: StepScalars, dtype: jax.typing.DTypeLike
+) -> StepScalars:
+    """Undoes `split_known`; hyperparameters that are arrays get the type that is worked in."""
     pairs: Any = zip(known, traced, strict=True)
-    return StepScalars(*(array if number is None else number for number, array in pairs))
+    merged = StepScalars(*(array if number is None else number for number, array in pairs))
+    names = ("b2", "eps", "eps_root", "correction", "error_threshold")
+    arrays = {name: x for name in names if isinstance(x := getattr(merged, name), jax.Array)}
+    changes: Any = {name: x.astype(dtype) for name, x in arrays.items()}
+    return merged._replace(**changes)

@@ -74,6 +74,13 @@ def require_function(name: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
+def require_transformation(name: str, value: Any) -> None:
+    """Raises ValueError unless `value` has Optax's `init` and `update`."""
+    if not (hasattr(value, "init") and hasattr(value, "update")):
+        kind = type(value).__name__
+        raise ValueError(f"{name} is a {kind}; allowed: an optax.GradientTransformation.")
+
+
 def require_scalar(name: str, result: Any) -> None:
     """Raises ValueError unless what the function `name` gave is one real number, traced or not."""
     try:

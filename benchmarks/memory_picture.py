@@ -77,7 +77,7 @@ class Contender(NamedTuple):
 
 def _adapprox(rate: optax.ScalarOrSchedule, **settings: Any) -> optax.GradientTransformation:
     # As the runs on file were made: the default has no oversampling, with the same loss
-    # (docs/performance.md).
+    # (docs/design.md).
     settings = {"oversampling": 5, **settings}
     return adapprox_jax.adapprox(rate, weight_decay=DECAY, mask=is_matrix, **settings)
 

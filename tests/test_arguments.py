@@ -1,6 +1,7 @@
 """Arguments out of range give one line: what was given, what is allowed, and where."""
 
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -182,3 +183,60 @@ def test_wide_buffers_are_cut_to_those_that_are_smaller_than_the_matrix():
 
 def test_the_version_is_that_of_the_package():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", adapprox_jax.__version__)
+
+
+@pytest.mark.parametrize("settings", [dict(max_rank=2), dict(initial_rank=1, max_rank=4)])
+def test_hyperparameters_of_a_wider_type_change_no_type(settings):
+    """Under x64, NumPy and JAX scalars of float64 beside float32 parameters."""
+    with jax.enable_x64(True):
+        params = jnp.ones((24, 40), jnp.float32)
+        settings = {**settings, "min_dim_size_to_factor": 1}
+        results = []
+        for b2 in (0.9, np.float64(0.9), jnp.float64(0.9)):
+            tx = adapprox_jax.scale_by_adapprox(b2, **settings)
+            updates, state = jax.jit(tx.update)(params, tx.init(params))
+            assert updates.dtype == state.q.dtype == jnp.float32
+            results.append(updates)
+        np.testing.assert_allclose(results[1], results[0], rtol=1e-6)
+        np.testing.assert_allclose(results[2], results[0], rtol=1e-5)
+
+
+def test_counts_of_parameters_in_named_tuples_are_left_alone():
+    class Params(NamedTuple):
+        kernel: jax.Array
+        count: jax.Array
+
+    params = Params(jnp.ones((72, 96)), jnp.ones((72, 96)))
+    adam = optax.adam(1e-3)
+    _, adam_state = adam.update(params, adam.init(params))
+    schedule = optax.constant_schedule(1e-3)
+    for tx in (adapprox_jax.adapprox(schedule), adapprox_jax.adapprox(1e-3, mu_dtype=jnp.int8)):
+        state, like = adapprox_jax.from_adam(tx, adam_state, params), tx.init(params)
+        jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, state, like)
+        assert int(state[0].count) == 1
+
+
+def test_quantize_names_what_it_cannot_take():
+    for call, words in [
+        (lambda: adapprox_jax.quantize([1.0, 2.0]), "array has type list"),
+        (lambda: adapprox_jax.quantize(jnp.ones(4, jnp.complex64)), "array has type complex64"),
+        (lambda: adapprox_jax.quantize(jnp.ones(4), 8, jnp.ones(3)), "noise has shape (3,)"),
+        (lambda: adapprox_jax.quantize(jnp.ones(4), 8, 0.5), "noise has shape float"),
+        (lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(4)), 4.0), "n is 4.0"),
+    ]:
+        raises(call, words)
+    codes, scales = adapprox_jax.quantize(jnp.ones((0, 40)))
+    assert adapprox_jax.dequantize(codes, scales, 40).shape == (0, 40)
+
+
+def test_host_functions_name_what_is_no_transformation_and_take_numpy_states():
+    raises(lambda: adapprox_jax.state_nbytes(PARAMS, optax.sgd(1.0)), "tx is a dict")
+    raises(lambda: adapprox_jax.from_adam("a", None, PARAMS), "tx is a str")
+    tx = adapprox_jax.adapprox(1e-3)
+    state = tx.init(PARAMS)
+    raises(lambda: adapprox_jax.resize(state, {"a": 2}), "max_rank has ['a']")
+    raises(
+        lambda: adapprox_jax.grow(state, PARAMS, (8, 16), error_threshold="a"), "error_threshold"
+    )
+    restored = jax.tree.map(np.asarray, state)
+    assert adapprox_jax.resize(restored, 4, truncate=True)[0].q["w"].shape == (256, 4)

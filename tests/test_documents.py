@@ -46,3 +46,8 @@ def test_relative_links_lead_somewhere():
         for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
             if not link.startswith("http"):
                 assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_no_placeholder_is_left():
+    for page in [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]:
+        assert "@@" not in page.read_text(), page.name

@@ -1,0 +1,47 @@
+"""Stochastic rounding: up or down with the odds that keep the expectation."""
+
+import jax
+import jax.numpy as jnp
+
+LARGEST_BFLOAT16 = 2.0**128 - 2.0**120
+
+
+def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:
+    """Rounds to bfloat16, up or down with the odds that keep the expectation.
+
+    Rounded to the nearest, an average that moves by less than half of its last bit a step stands
+    still.
+
+    Args:
+      array: Real, of any shape.
+      bits: Random uint16 of that shape.
+
+    Returns:
+      bfloat16 of that shape. What is not finite stays as it is, and what is finite stays finite.
+    """
+    single = array.astype(jnp.float32)
+    words = jax.lax.bitcast_convert_type(single, jnp.uint32) + bits.astype(jnp.uint32)
+    # The upper half of a float32 is the bfloat16 below it in magnitude.
+    rounded = jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
+    largest = jnp.asarray(LARGEST_BFLOAT16, jnp.bfloat16)
+    rounded = jnp.clip(rounded, -largest, largest)
+    return jnp.where(jnp.isfinite(single), rounded, single.astype(jnp.bfloat16))
+
+
+def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
+    """Numbers in [0, 1) that look random, others for every count.
+
+    A hash of position and count and no random generator, which would take longer than all else
+    that is done with an average.
+
+    Args:
+      shape: Of the result.
+      count: Integer scalar.
+    """
+    words = count.astype(jnp.uint32) * jnp.uint32(0x85EBCA6B)
+    for axis in range(len(shape)):  # position by position, so that a sharding is kept
+        along = jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+        words = (words + along) * jnp.uint32(0x9E3779B1)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        words = (words ^ (words >> shift)) * jnp.uint32(factor)
+    return ((words ^ (words >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
