@@ -224,9 +224,12 @@ def _average_leaf(
         return average, *quantize(average, bits, uniform_noise(given.shape, count))
 
     codes_like = quantized_like(given.shape, bits)[0]
-    codes = f"codes {kept.dtype}{list(kept.shape)}"
-    fits = (kept.shape, kept.dtype) == (codes_like.shape, codes_like.dtype)
-    _check_shape(path, given, f"that of the state's {codes}, with their mu_dtype", fits)
+    if kept.dtype != codes_like.dtype:
+        raise ValueError(
+            f"{leaf_name(path)}: the state's codes are {kept.dtype}; allowed: {codes_like.dtype},"
+            f" as mu_dtype=int{bits} makes them. Was the state made with another mu_dtype?"
+        )
+    _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
     operands = given, kept, scales
     average, codes, scales = with_automatic_axes(coded, operands)(*operands, count)
     return rebox(update, average), rebox(mu, codes), rebox(scale, scales)

@@ -153,6 +153,8 @@ def test_bad_types_and_shapes_are_named():
     wrong = {**PARAMS, "kernel": jnp.ones((64, 90))}
     with pytest.raises(ValueError, match=r"\['kernel'\]: got shape \(64, 90\); expected 4-bit"):
         tx.update(wrong, state)
+    with pytest.raises(ValueError, match="codes are uint8; allowed: int8, as mu_dtype=int8 makes"):
+        adapprox_jax.guided_ema(mu_dtype=jnp.int8).update(PARAMS, state)
     plain = adapprox_jax.guided_ema()
     with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is None"):
         plain.update(PARAMS, state)
