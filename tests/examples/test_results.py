@@ -1,4 +1,4 @@
-"""docs/results.md says what its records say."""
+"""docs/results.md says what its records say, and the records are of today's defaults."""
 
 import json
 import pathlib
@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from examples.gpt2 import compare, records
+from examples.gpt2 import compare, optimizers, records
 
 ROOT = pathlib.Path(__file__).parents[2]
 LOSSES = ROOT / "results" / "loss"
@@ -32,6 +32,17 @@ def test_tables_are_those_of_the_records(page):
 
 def test_the_command_is_that_of_the_records(page):
     assert COMPARISON["command"] in " ".join(page.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize("name", ["adapprox", "adamw", "adafactor"])
+def test_the_comparison_was_run_with_todays_defaults(name):
+    """Else the page's first table is not of the library that stands beside it."""
+    today = optimizers.settings(name, optimizers.Hyperparameters(), optimizers.AdapproxOptions())
+    runs = [run["settings"] for run in COMPARISON["runs"]]
+    used = [run["optimizer_settings"] for run in runs if run["optimizer"] == name]
+    assert used
+    for of_one in used:
+        assert of_one == today
 
 
 def all_runs():
