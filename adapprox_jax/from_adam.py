@@ -153,8 +153,9 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
         return isinstance(x, ScaleByAdapproxState | GuidedEmaState)
 
     def one(path: Any, node: Any) -> Any:
-        if is_ours(node):  # an average that is not in codes has no count
-            return node if isinstance(node.count, tuple) else node._replace(count=count)
+        if is_ours(node):
+            has_count = isinstance(node, ScaleByAdapproxState)
+            return node._replace(count=count) if has_count else node
         name = path[-1].name if path and isinstance(path[-1], jax.tree_util.GetAttrKey) else ""
         return count if name == "count" else node
 

@@ -34,7 +34,7 @@ class GuidedEmaState(NamedTuple):
 
     mu: Any  # running average of the updates, with the structure and shapes of the parameters
     scale: Any = ()  # of an average in 8 or 4 bits: of each block of `mu`, which then holds codes
-    count: Any = ()  # likewise, int32 scalar: updates so far, which the rounding's noise depends on
+    step: Any = ()  # likewise, int32 scalar: updates so far, which the rounding's noise depends on
 
 
 def guided_ema(
@@ -98,7 +98,7 @@ def guided_ema(
             return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype))
         zeros = jax.tree.map(partial(_zero_codes, bits=bits), params, is_leaf=is_box)
         mu, scale = _unzip(params, zeros, 2)
-        return GuidedEmaState(mu, scale, count=jnp.zeros([], jnp.int32))
+        return GuidedEmaState(mu, scale, jnp.zeros([], jnp.int32))
 
     def update(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
@@ -113,11 +113,11 @@ def guided_ema(
                 " with another mu_dtype?"
             )
         no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
-        # A state from before codes were rounded stochastically has no count.
-        last = jnp.zeros([], jnp.int32) if isinstance(state.count, tuple) else state.count
-        count = () if bits is None else optax.safe_increment(last)
+        # A state from before codes were rounded stochastically has no step.
+        last = jnp.zeros([], jnp.int32) if isinstance(state.step, tuple) else state.step
+        step = () if bits is None else optax.safe_increment(last)
         results = jax.tree_util.tree_map_with_path(
-            partial(_average_leaf, b1=b1, bits=bits, count=count),
+            partial(_average_leaf, b1=b1, bits=bits, step=step),
             updates,
             state.mu,
             no_scales if bits is None else state.scale,
@@ -129,7 +129,7 @@ def guided_ema(
             numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
             averages = map_unboxed(lambda a, u, n: a * factor(u, a, n), averages, updates, numbers)
         averages = optax.tree.cast_like(averages, updates)
-        return averages, GuidedEmaState(mu, () if bits is None else scale, count=count)
+        return averages, GuidedEmaState(mu, () if bits is None else scale, step)
 
     return optax.GradientTransformation(init, update)
 
@@ -205,7 +205,7 @@ def _average_leaf(
     *,
     b1: jax.typing.ArrayLike,
     bits: int | None,
-    count: Any,
+    step: Any,
 ) -> tuple[Any, Any, Any]:
     """The new average of one leaf, float32 or wider, and what is stored of it."""
     given, kept, scales = unbox(update), unbox(mu), unbox(scale)
@@ -216,12 +216,12 @@ def _average_leaf(
         return rebox(update, average), rebox(mu, average.astype(kept.dtype)), scale
 
     def coded(
-        given: jax.Array, kept: jax.Array, scales: jax.Array, count: jax.Array, bits: int = bits
+        given: jax.Array, kept: jax.Array, scales: jax.Array, step: jax.Array, bits: int = bits
     ) -> tuple[jax.Array, ...]:
         previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
         average = jnp.asarray(b1 * previous + (1 - b1) * given)
         # To the nearest code, a slow change of the average would be lost.
-        return average, *quantize(average, bits, uniform_noise(given.shape, count))
+        return average, *quantize(average, bits, uniform_noise(given.shape, step))
 
     codes_like = quantized_like(given.shape, bits)[0]
     if kept.dtype != codes_like.dtype:
@@ -231,7 +231,7 @@ def _average_leaf(
         )
     _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
     operands = given, kept, scales
-    average, codes, scales = with_automatic_axes(coded, operands)(*operands, count)
+    average, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
     return rebox(update, average), rebox(mu, codes), rebox(scale, scales)
 
 

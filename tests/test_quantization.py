@@ -71,7 +71,7 @@ def test_bytes(dtype):
     per_parameter = 1.0625 if dtype == jnp.int8 else 0.5625
     shape = {"kernel": jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)}
     nbytes = adapprox_jax.state_nbytes(adapprox_jax.guided_ema(mu_dtype=dtype), shape)
-    assert nbytes == per_parameter * 512 * 768 + 4  # and the count of updates
+    assert nbytes == per_parameter * 512 * 768 + 4  # and the step
 
 
 @each_dtype
