@@ -50,8 +50,8 @@ def test_zeros_and_extreme_blocks(bits):
 def test_average_follows_that_of_float32(dtype):
     """Alone behind another optimizer's scaling; small leaves are exact.
 
-    Of updates that are noise alone, which rounding by chance is harder on than on any signal: at
-    most twice the half code that rounding to the nearest is off by, gathered over 1 / (1 - b1^2).
+    Of updates that are noise alone. Stochastic rounding has twice the variance of rounding to the
+    nearest, which ends below 0.25 here in 4 bits, so below 0.25 sqrt(2) = 0.36, with a margin.
     """
     most = 0.02 if dtype == jnp.int8 else 0.4
     plain = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9))
