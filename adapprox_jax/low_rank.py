@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.orthonormalize import ORTHONORMALIZE, unit_columns
+from adapprox_jax.orthonormalize import ORTHONORMALIZE, ROUNDS, unit_columns
 from adapprox_jax.products import MatrixProducts, column_energies, contract, matmul, products_of
 from adapprox_jax.random_start import draw_start, require_key, start_columns
 from adapprox_jax.settings import ORTHOGONALIZATIONS, Orthogonalization
@@ -113,6 +113,7 @@ def subspace_iteration(
     image: jax.Array,
     power_iterations: int,
     orthogonalization: Orthogonalization,
+    rounds: int = ROUNDS,
 ) -> jax.Array:
     """The loop of Algorithm 1, q = orth(A u), u = A^T q, up to the last q.
 
@@ -124,11 +125,15 @@ def subspace_iteration(
       image: A times the start, (m, width), width at most m.
       power_iterations: l, the number of passes.
       orthogonalization: "qr" or "cholesky".
+      rounds: Of Cholesky QR (`orthonormalize_cholesky`).
 
     Returns:
       q (m, width), orthonormal.
     """
-    orthonormalize = ORTHONORMALIZE[orthogonalization]
+
+    def orthonormalize(matrix: jax.Array) -> jax.Array:
+        return ORTHONORMALIZE[orthogonalization]([matrix[None]], rounds)[0][0]
+
     q = orthonormalize(image)
     if power_iterations == 1:  # the body of a loop that never runs is compiled all the same
         return q

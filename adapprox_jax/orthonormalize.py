@@ -1,88 +1,133 @@
-"""Orthonormal bases of the columns of a tall matrix."""
+"""Orthonormal bases of the columns of tall matrices, of many at once."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.products import column_energies, contract, matmul
+from adapprox_jax.products import contract, matmul
 
-_MOST_ROUNDS = 12  # of Cholesky QR; 1 to 8 are usual
+ROUNDS = 5  # of Cholesky QR: enough for columns that are dependent up to rounding
+WARM_ROUNDS = 3  # enough where the columns are nearly those of the step before
 
 
-def orthonormalize_qr(matrix: jax.Array) -> jax.Array:
-    """Orthonormal basis of the columns of an (m, width) matrix by Householder QR.
+def orthonormalize_qr(matrices: Sequence[jax.Array], rounds: int = ROUNDS) -> list[jax.Array]:
+    """Orthonormal bases of the columns of matrices (batch, m, width) by Householder QR.
 
     Of the columns divided by their norms, with a trace of noise: without it a basis that starts
-    from the last one never leaves a subspace that the matrix maps to itself.
+    from the last one never leaves a subspace that the matrix maps to itself. `rounds` is not used.
     """
-    return jnp.linalg.qr(unit_columns(matrix) + _trace_of_noise(matrix))[0]
+    del rounds
+    return [jnp.linalg.qr(unit_columns(x) + _trace_of_noise(x))[0] for x in matrices]
 
 
-def orthonormalize_cholesky(matrix: jax.Array) -> jax.Array:
-    """Orthonormal basis of the columns of an (m, width) matrix by shifted Cholesky QR.
+def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS) -> list[jax.Array]:
+    """Orthonormal bases of the columns of matrices by shifted Cholesky QR.
 
-    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift until Y is nearly
-    orthonormal, and once more without a shift (Fukaya et al., 2020, "Shifted Cholesky QR for
-    computing the QR factorization of ill-conditioned matrices"). A shifted round stretches what is
-    independent of the columns before by up to 1 / sqrt(shift), and a trace of fixed noise stands in
-    for what is not, so that dependent and zero columns, too, become unit vectors: there is no
-    breakdown to fall back from.
+    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift, a fixed number of
+    times (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization of
+    ill-conditioned matrices"). A shifted round stretches what is independent of the columns before
+    by up to 1 / sqrt(shift), and a trace of fixed noise stands in for what is not, so that
+    dependent and zero columns, too, become unit vectors: there is no breakdown to fall back from.
+    With fewer rounds than that takes, such columns come out shorter, never longer.
+
+    All widths take part in one Cholesky factorization and one triangular solve a round: on
+    accelerators each costs the same for one matrix as for a hundred.
+
+    Args:
+      matrices: Each (batch, m, width), width at most m; all of one type.
+      rounds: At least 1.
+
+    Returns:
+      A basis for each, of its shape.
     """
-    return cholesky_rounds(matrix)[0]
-
-
-def cholesky_rounds(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`orthonormalize_cholesky` and the number of rounds that it took, an int32 scalar."""
-    width = matrix.shape[1]
-    epsilon = float(np.finfo(matrix.dtype).eps)
-    eye = jnp.eye(width, dtype=matrix.dtype)
-    noise = _trace_of_noise(matrix)
-
-    def one_round(carry: Any) -> Any:
-        rounds, basis, _ = carry
-        gram = contract(basis, basis, 0)
-        # A gram matrix near the identity has no eigenvalue near zero, and one round without a shift
+    bases = [unit_columns(x) for x in matrices]
+    noises = [_trace_of_noise(x) for x in matrices]
+    for _ in range(rounds):
+        grams = [_gram(basis) for basis in bases]
+        # A gram matrix near the identity has no eigenvalue near zero, and a round without a shift
         # then leaves nothing but rounding.
-        is_last = jnp.all(jnp.abs(gram - eye) < 0.5 / width)
-        shift = jnp.where(is_last, 0, 4 * width * epsilon)
-        factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
-        # Should rounding outweigh the shift: this round then does nothing.
-        factor = jnp.where(jnp.isfinite(factor), factor, eye)
-        inverse = jax.lax.linalg.triangular_solve(factor, eye, left_side=True, lower=True)
-        return rounds + 1, matmul(basis, inverse.T) + jnp.where(is_last, 0, noise), is_last
-
-    rounds = jnp.zeros_like(matrix[0, 0], jnp.int32)  # like it in varying under `jax.shard_map`
-    rounds, basis, _ = jax.lax.while_loop(
-        lambda carry: ~carry[2] & (carry[0] < _MOST_ROUNDS),
-        one_round,
-        (rounds, unit_columns(matrix), jnp.zeros_like(rounds, bool)),
-    )
-    return basis, rounds
+        near = [
+            jnp.all(jnp.abs(x - _eye_like(x)) < 0.5 / x.shape[-1], axis=(-2, -1), keepdims=True)
+            for x in grams
+        ]
+        epsilon = float(np.finfo(bases[0].dtype).eps)
+        shifted = [
+            x + jnp.where(is_near, 0, 4 * x.shape[-1] * epsilon) * _eye_like(x)
+            for x, is_near in zip(grams, near, strict=True)
+        ]
+        inverses = _inverse_factors(shifted)
+        bases = [
+            _product(basis, jnp.swapaxes(inverse, -2, -1)) + jnp.where(is_near, 0, noise)
+            for basis, inverse, is_near, noise in zip(bases, inverses, near, noises, strict=True)
+        ]
+    return bases
 
 
 def unit_columns(matrix: jax.Array) -> jax.Array:
-    """The columns divided by their norms; zero columns stay zero."""
-    norms = jnp.sqrt(column_energies(matrix))
-    return matrix / jnp.where(norms == 0, 1, norms)
+    """The columns of (..., m, width) divided by their norms; zero columns stay zero."""
+    # Largest entry first: the squares of small columns vanish, of large ones they overflow.
+    matrix = matrix / _nonzero(jnp.max(jnp.abs(matrix), axis=-2, keepdims=True))
+    return matrix / _nonzero(jnp.sqrt(jnp.sum(jnp.square(matrix), axis=-2, keepdims=True)))
+
+
+def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
+    """L^-1 with L L^T = G of each of many positive definite matrices, (batch, width, width)."""
+    widest = max(x.shape[-1] for x in grams)
+    padded = []
+    for gram in grams:
+        missing = widest - gram.shape[-1]
+        wide = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))
+        diagonal = np.arange(widest) >= gram.shape[-1]
+        padded.append(wide + jnp.asarray(np.diag(diagonal), gram.dtype))
+    stacked = padded[0] if len(padded) == 1 else jnp.concatenate(padded)
+    eye = _eye_like(stacked)
+    factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
+    # Should rounding outweigh the shift: this round then does nothing.
+    is_finite = jnp.all(jnp.isfinite(factor), axis=(-2, -1), keepdims=True)
+    factor = jnp.where(is_finite, factor, eye)
+    inverse = jax.lax.linalg.triangular_solve(
+        factor, jnp.broadcast_to(eye, factor.shape), left_side=True, lower=True
+    )
+    ends = np.cumsum([x.shape[0] for x in grams])
+    parts = jnp.split(inverse, ends[:-1]) if len(grams) > 1 else [inverse]
+    return [
+        part[:, : gram.shape[-1], : gram.shape[-1]]
+        for part, gram in zip(parts, grams, strict=True)
+    ]
+
+
+def _gram(basis: jax.Array) -> jax.Array:
+    return jax.vmap(lambda x: contract(x, x, 0))(basis)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.vmap(matmul)(a, b)
+
+
+def _eye_like(x: jax.Array) -> jax.Array:
+    return jnp.eye(x.shape[-1], dtype=x.dtype)
+
+
+def _nonzero(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 1, x)
 
 
 def _trace_of_noise(matrix: jax.Array) -> jax.Array:
-    """A fixed matrix of full rank with entries that look random, like `matrix` in shape and type.
+    """A fixed matrix of full rank with entries that look random, like one of `matrix`.
 
     So small that it is lost in the rounding of columns of norm 1, and only fills empty ones: with
     more, trajectories of the two orthogonalizations part ten times as fast.
     """
-    rows, width = matrix.shape
+    rows, width = matrix.shape[-2:]
     index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)
     wrapped = (index * index * jnp.uint32(0x9E3779B1)).astype(jnp.int32)
     noise = (wrapped.astype(matrix.dtype) / 2.0**31).reshape(rows, width)
     return float(np.finfo(matrix.dtype).eps) / 16 / rows**0.5 * noise
 
 
-ORTHONORMALIZE: dict[str, Callable[[jax.Array], jax.Array]] = {
+ORTHONORMALIZE: dict[str, Callable[..., list[jax.Array]]] = {
     "qr": orthonormalize_qr,
     "cholesky": orthonormalize_cholesky,
 }

@@ -119,7 +119,12 @@ def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.
 
 
 def decompose(
-    products: MatrixProducts, image: jax.Array, subspace: Subspace, measured: jax.Array
+    products: MatrixProducts,
+    image: jax.Array,
+    subspace: Subspace,
+    measured: jax.Array,
+    *,
+    turned: bool,
 ) -> Decomposition:
     """Algorithm 1 at the width of an image, with what tells the error at every rank.
 
@@ -129,14 +134,17 @@ def decompose(
       image: A times the start, (m, width).
       subspace: How to go on from there.
       measured: Whether the residual is asked for: it costs a sweep.
+      turned: Whether the columns are put in order of falling singular value.
 
     Returns:
       Factors and energies of `width` columns.
     """
-    q = subspace_iteration(products, image, subspace.power_iterations, subspace.orthogonalization)
+    q = subspace_iteration(
+        products, image, subspace.power_iterations, subspace.orthogonalization, subspace.rounds
+    )
     u = products.project(q)
     residual = residual_energy(products, q, u, measured)
-    if subspace.rotate:
+    if turned:
         q, u = rotate_to_principal(q, u)
     return Decomposition(q, u, column_energies(u), residual)
 
@@ -271,7 +279,8 @@ def decompose_at_rank(
         width = subspace.width(size, rows)
         known = width == first_image.shape[1]
         image = first_image if known else products.image(start_of(width))
-        found = decompose(products, image, subspace, measured)
+        turned = subspace.turns(width, capacity, rule)
+        found = decompose(products, image, subspace, measured, turned=turned)
         q, u = (fit_columns(x, capacity) for x in (found.q, found.u))
         return Decomposition(q, u, fit_columns(found.energies, widest), found.residual)
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.approximation import APPROXIMATIONS, Approximate, Approximation
+from adapprox_jax.orthonormalize import ROUNDS, WARM_ROUNDS
 from adapprox_jax.validation import (
     require,
     require_choice,
@@ -99,6 +100,13 @@ class Subspace:
         require_flag("warm_start", self.warm_start)
         require_choice("orthogonalization", self.orthogonalization, ORTHOGONALIZATIONS)
 
+    def turns(self, width: int, capacity: int, rule: RankRule) -> bool:
+        """Whether factors of `width` columns are turned to principal directions before the cut.
+
+        A fixed rank without columns beyond it is not cut: to turn it would change no product.
+        """
+        return self.rotate and (width > capacity or not rule.is_fixed(capacity))
+
     def width(self, size: int, rows: int) -> int:
         """Columns worked on for ranks up to `size`: p more, at most `rows` in all.
 
@@ -106,6 +114,11 @@ class Subspace:
         exist.
         """
         return min(size + (self.oversampling if self.rotate else 0), rows)
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of Cholesky QR for each orthonormal basis."""
+        return WARM_ROUNDS if self.warm_start and self.power_iterations == 1 else ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)
