@@ -1,5 +1,11 @@
-"""One step of `scale_by_adapprox` for one leaf: of each of its matrices, or of its dense moment."""
+"""One step of `scale_by_adapprox` for leaves: of their matrices, or of their dense moments.
 
+The one place where CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
+leaves go one after the other, each in full, with branches for what is not needed. On accelerators
+they go in phases (`phases`).
+"""
+
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -15,10 +21,94 @@ from adapprox_jax.matrix_view import (
     to_matrices,
     view_shape,
 )
+from adapprox_jax.phases import step_in_phases
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding import varies_no_more, varying_alike, with_automatic_axes
 from adapprox_jax.state import LeafState
-from adapprox_jax.step_scalars import StepScalars, merge_known
+from adapprox_jax.step_scalars import StepScalars, merge_known, split_known
+
+
+def step_leaves(
+    scalars: StepScalars,
+    grads: Sequence[jax.Array],
+    states: Sequence[LeafState],
+    views: tuple[MatrixView, ...],
+    settings: Settings,
+) -> list[tuple[jax.Array, LeafState]]:
+    """One step for all leaves, as the platform likes it that the step is compiled for.
+
+    Args:
+      scalars: The numbers of this step.
+      grads: The gradients, of any shapes and real floating-point types.
+      states: The leaves' states.
+      views: Which axes form matrices.
+      settings: Of the optimizer.
+
+    Returns:
+      For each leaf the scaled gradient in its type, and the new state.
+    """
+    known, traced = split_known(scalars)
+    static = {"known": known, "views": views, "settings": settings}
+    in_turn, in_phases = (partial(f, **static) for f in (step_in_turn, step_all_in_phases))
+    operands = traced, list(grads), list(states)
+    arrays = jax.tree.leaves(operands)
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+        return jax.lax.platform_dependent(*operands, cpu=in_turn, default=in_phases)
+    platforms = {d.platform for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
+    return (in_turn if platforms <= {"cpu"} else in_phases)(*operands)
+
+
+def step_in_turn(
+    traced: StepScalars,
+    grads: Sequence[jax.Array],
+    states: Sequence[LeafState],
+    *,
+    known: StepScalars,
+    views: tuple[MatrixView, ...],
+    settings: Settings,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`step_leaves` on a CPU: one leaf after the other."""
+    results = []
+    ready = last_error = jnp.zeros(())
+    for grad, state, view in zip(grads, states, views, strict=True):
+        scaled, new = step_leaf(
+            traced, ready, grad, state, known=known, view=view, settings=settings
+        )
+        if new.is_factored:
+            # A leaf waits for the quotient of the one before it and the factors of the one before
+            # that: the small decompositions run beside the next leaf's products.
+            ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
+            last_error = jnp.max(new.error)
+        results.append((scaled, new))
+    return results
+
+
+@partial(jax.jit, static_argnames=("known", "views", "settings"))
+def step_all_in_phases(
+    traced: StepScalars,
+    grads: Sequence[jax.Array],
+    states: Sequence[LeafState],
+    *,
+    known: StepScalars,
+    views: tuple[MatrixView, ...],
+    settings: Settings,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`step_leaves` on an accelerator: the factored leaves in phases."""
+    factored = [i for i, state in enumerate(states) if state.is_factored]
+    stacks = step_in_phases(
+        traced,
+        [grads[i] for i in factored],
+        [states[i] for i in factored],
+        known=known,
+        views=[views[i] for i in factored],
+        settings=settings,
+    )
+    results = dict(zip(factored, stacks, strict=True))
+    for i, (grad, state) in enumerate(zip(grads, states, strict=True)):
+        if i not in results:
+            scalars = merge_known(known, traced, jnp.promote_types(grad.dtype, jnp.float32))
+            results[i] = step_dense(scalars, grad, state)
+    return [results[i] for i in range(len(grads))]
 
 
 @partial(jax.jit, static_argnames=("known", "view", "settings"))

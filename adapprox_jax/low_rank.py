@@ -154,17 +154,32 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     Returns:
       The turned q and u.
     """
+    unit = unit_columns(u)
+    turn = principal_turn(contract(unit, unit, 0), jnp.sqrt(column_energies(u)))
+    return matmul(q, turn.T), matmul(u, turn.T)
+
+
+def principal_turn(gram: jax.Array, norms: jax.Array) -> jax.Array:
+    """The turn that puts columns in order of falling singular value: x -> x @ turn.T.
+
+    Args:
+      gram: Of the columns divided by their norms, (..., width, width).
+      norms: Of the columns, (..., width); those of norm 0 are ordered last.
+
+    Returns:
+      (..., width, width), orthogonal.
+    """
     # The singular vectors of the triangular factor, not the eigenvectors of u^T u: squaring would
     # lose the directions below 3e-4 of the largest in float32. The shift hardly changes the turn,
     # but singular values by up to 1 %, so that energies are to be taken from the turned columns.
-    width, unit = u.shape[1], unit_columns(u)
-    gram = contract(unit, unit, 0)
-    shift = width * float(np.finfo(u.dtype).eps) * jnp.eye(width, dtype=u.dtype)
-    factor = jax.lax.linalg.cholesky(gram + shift, symmetrize_input=False)
+    width = gram.shape[-1]
+    eye = jnp.eye(width, dtype=gram.dtype)
+    shift = width * float(np.finfo(gram.dtype).eps)
+    factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
     # Should rounding outweigh the shift: the columns are then put in order, and turned no further.
-    factor = jnp.where(jnp.isfinite(factor), factor, jnp.eye(width, dtype=u.dtype))
-    _, _, turn = jnp.linalg.svd(factor.T * jnp.sqrt(column_energies(u)))
-    return matmul(q, turn.T), matmul(u, turn.T)
+    factor = jnp.where(jnp.isfinite(factor), factor, eye)
+    _, _, turn = jnp.linalg.svd(jnp.swapaxes(factor, -2, -1) * norms[..., None, :])
+    return turn
 
 
 def tail_error(

@@ -1,6 +1,7 @@
 """Orthonormal bases of the columns of tall matrices, of many at once."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 
 from adapprox_jax.products import contract, matmul
 
-ROUNDS = 5  # of Cholesky QR: enough for columns that are dependent up to rounding
+ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to rounding
 WARM_ROUNDS = 3  # enough where the columns are nearly those of the step before
 
 
@@ -42,27 +43,26 @@ def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS)
     Returns:
       A basis for each, of its shape.
     """
-    bases = [unit_columns(x) for x in matrices]
     noises = [_trace_of_noise(x) for x in matrices]
-    for _ in range(rounds):
+
+    def one_round(_: Any, bases: list[jax.Array]) -> list[jax.Array]:
         grams = [_gram(basis) for basis in bases]
-        # A gram matrix near the identity has no eigenvalue near zero, and a round without a shift
-        # then leaves nothing but rounding.
-        near = [
-            jnp.all(jnp.abs(x - _eye_like(x)) < 0.5 / x.shape[-1], axis=(-2, -1), keepdims=True)
-            for x in grams
-        ]
-        epsilon = float(np.finfo(bases[0].dtype).eps)
-        shifted = [
-            x + jnp.where(is_near, 0, 4 * x.shape[-1] * epsilon) * _eye_like(x)
-            for x, is_near in zip(grams, near, strict=True)
-        ]
-        inverses = _inverse_factors(shifted)
-        bases = [
+        near = [_is_near_identity(gram) for gram in grams]
+        inverses = _inverse_factors(
+            # A gram matrix near the identity has no eigenvalue near zero, and a round without a
+            # shift then leaves nothing but rounding.
+            [
+                gram + jnp.where(is_near, 0, _shift(gram))
+                for gram, is_near in zip(grams, near, strict=True)
+            ]
+        )
+        return [
             _product(basis, jnp.swapaxes(inverse, -2, -1)) + jnp.where(is_near, 0, noise)
             for basis, inverse, is_near, noise in zip(bases, inverses, near, noises, strict=True)
         ]
-    return bases
+
+    bases = [unit_columns(x) for x in matrices]
+    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=rounds <= WARM_ROUNDS)
 
 
 def unit_columns(matrix: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
         diagonal = np.arange(widest) >= gram.shape[-1]
         padded.append(wide + jnp.asarray(np.diag(diagonal), gram.dtype))
     stacked = padded[0] if len(padded) == 1 else jnp.concatenate(padded)
-    eye = _eye_like(stacked)
+    eye = jnp.eye(widest, dtype=stacked.dtype)
     factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
     # Should rounding outweigh the shift: this round then does nothing.
     is_finite = jnp.all(jnp.isfinite(factor), axis=(-2, -1), keepdims=True)
@@ -93,9 +93,19 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
     ends = np.cumsum([x.shape[0] for x in grams])
     parts = jnp.split(inverse, ends[:-1]) if len(grams) > 1 else [inverse]
     return [
-        part[:, : gram.shape[-1], : gram.shape[-1]]
-        for part, gram in zip(parts, grams, strict=True)
+        part[:, : gram.shape[-1], : gram.shape[-1]] for part, gram in zip(parts, grams, strict=True)
     ]
+
+
+def _is_near_identity(gram: jax.Array) -> jax.Array:
+    width = gram.shape[-1]
+    difference = jnp.abs(gram - jnp.eye(width, dtype=gram.dtype))
+    return jnp.all(difference < 0.5 / width, axis=(-2, -1), keepdims=True)
+
+
+def _shift(gram: jax.Array) -> jax.Array:
+    epsilon = float(np.finfo(gram.dtype).eps)
+    return 4 * gram.shape[-1] * epsilon * jnp.eye(gram.shape[-1], dtype=gram.dtype)
 
 
 def _gram(basis: jax.Array) -> jax.Array:
@@ -104,10 +114,6 @@ def _gram(basis: jax.Array) -> jax.Array:
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax.vmap(matmul)(a, b)
-
-
-def _eye_like(x: jax.Array) -> jax.Array:
-    return jnp.eye(x.shape[-1], dtype=x.dtype)
 
 
 def _nonzero(x: jax.Array) -> jax.Array:

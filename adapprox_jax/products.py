@@ -16,6 +16,7 @@ from adapprox_jax.tiles import Tiling, sweep
 # On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
 # than the small entries of a second moment can lose.
 _PRECISION = jax.lax.Precision.HIGHEST
+_MOST_OUTER_PRODUCTS = 16
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -44,6 +45,18 @@ def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
 def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     """The product q @ u.T, turned so that q stands along `axis`."""
     return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
+
+
+def fused_outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
+    """`outer` of few columns as a sum of outer products, which fuses with what follows.
+
+    On accelerators: as a product of matrices it would be written to memory and read again.
+    """
+    if q.shape[1] > _MOST_OUTER_PRODUCTS:
+        return outer(q, u, axis)
+    rows, columns = (q, u) if axis == 0 else (u, q)
+    terms = (rows[:, j, None] * columns[None, :, j] for j in range(q.shape[1]))
+    return sum(terms, start=jnp.zeros((), q.dtype))
 
 
 class MatrixProducts(NamedTuple):

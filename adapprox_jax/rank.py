@@ -191,14 +191,60 @@ def choose_rank(
         above = (error_without_margin(rank) > error_threshold) | jnp.isnan(error_threshold)
         return (rank <= size) & above & (rank < capacity)
 
-    def grown(rank: jax.Array) -> jax.Array:
-        given = rule.rank_growth(error_without_margin(rank))
-        require_scalar("rank_growth", given)
-        more = jnp.asarray(given)
-        more = jnp.where(more >= 1, jnp.minimum(more, capacity), 1)  # 1 also where it is NaN
-        return jnp.minimum(rank + more.astype(jnp.int32), capacity)
+    def next_rank(rank: jax.Array) -> jax.Array:
+        return grown(rank, error_without_margin(rank), capacity, rule)
 
-    return jax.lax.while_loop(is_too_small, grown, wanted)
+    return jax.lax.while_loop(is_too_small, next_rank, wanted)
+
+
+def choose_rank_by_table(
+    energies: jax.Array,
+    residual: jax.Array,
+    capacity: int,
+    error_threshold: jax.typing.ArrayLike,
+    rule: RankRule,
+) -> jax.Array:
+    """`choose_rank` from the first rank on and without a loop: from every rank to its next.
+
+    Following the table from a rank to the next, then to the one after that, and then four further,
+    needs as many lookups as the capacity has bits.
+
+    Args:
+      energies: As in `choose_rank`, of all columns that there are.
+      residual: Likewise.
+      capacity: The largest rank.
+      error_threshold: Likewise.
+      rule: First rank, growth and margin.
+
+    Returns:
+      An int32 scalar of at most `capacity`.
+
+    Raises:
+      ValueError: the growth is not one number.
+    """
+
+    def next_rank(rank: jax.Array) -> jax.Array:
+        error = tail_error(energies, residual, jnp.maximum(rank - rule.rank_margin, 1))
+        above = (error > error_threshold) | jnp.isnan(error_threshold)
+        return jnp.where(above, grown(rank, error, capacity, rule), rank)
+
+    table = jax.vmap(next_rank)(jnp.arange(capacity + 1, dtype=jnp.int32))
+    for _ in range(capacity.bit_length()):
+        table = table[table]
+    return table[min(rule.first(capacity) + rule.rank_margin, capacity)]
+
+
+def grown(rank: jax.Array, error: jax.Array, capacity: int, rule: RankRule) -> jax.Array:
+    """The next rank to try, at least one larger and at most the capacity.
+
+    Raises:
+      ValueError: the growth is not one number.
+    """
+    given = rule.rank_growth(error)
+    require_scalar("rank_growth", given)
+    more = jnp.asarray(given)
+    more = jnp.where(more >= 1, jnp.minimum(more, capacity), 1)  # 1 also where it is NaN
+    return jnp.minimum(rank + more.astype(jnp.int32), capacity)
 
 
 def truncate(

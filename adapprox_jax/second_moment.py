@@ -1,6 +1,7 @@
 """scale_by_adapprox: divides a gradient by the root of its low-rank second moment.
 
-The way of one gradient: tree -> leaf (`leaf_step`) -> matrices (`matrix_step`) -> leaf -> tree.
+The way of one gradient: tree -> leaves (`leaf_step`) -> matrices, one after the other on CPUs
+(`matrix_step`), together on accelerators (`phases`) -> leaves -> tree.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import optax
 
 from adapprox_jax.approximation import Approximate
 from adapprox_jax.boxes import is_box, rebox, unbox
-from adapprox_jax.leaf_step import step_leaf
+from adapprox_jax.leaf_step import step_leaves
 from adapprox_jax.matrix_view import (
     WeightDimensionNumbers,
     check_dimension_numbers,
@@ -38,7 +39,7 @@ from adapprox_jax.state import (
     leaf_states,
     state_of,
 )
-from adapprox_jax.step_scalars import StepScalars, split_known
+from adapprox_jax.step_scalars import StepScalars
 from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
 from adapprox_jax.validation import require, require_flag, require_function, require_scalar
 
@@ -183,7 +184,7 @@ def scale_by_adapprox(
 def step_tree(
     scalars: StepScalars, updates: Any, leaves: Any, dimension_numbers: Any, settings: Settings
 ) -> tuple[Any, Any]:
-    """One step for every leaf, one after the other.
+    """One step for every leaf.
 
     Args:
       scalars: The numbers of this step.
@@ -195,27 +196,22 @@ def step_tree(
     Returns:
       The scaled gradients, and the new leaves.
     """
-    known, traced = split_known(scalars)
     structure: Any
     named, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_box)
-    columns = map(structure.flatten_up_to, (dimension_numbers, leaves))
-    ready = last_error = jnp.zeros(())
-    all_scaled, all_new = [], []
+    columns = [structure.flatten_up_to(tree) for tree in (dimension_numbers, leaves)]
     for (path, grad), numbers, boxed in zip(named, *columns, strict=True):
         check_leaf(leaf_name(path), grad, numbers, boxed)
-        array, leaf = unbox(grad), LeafState(*map(unbox, boxed))
-        view = matrix_view(array.shape, numbers)
-        scaled, leaf = step_leaf(
-            traced, ready, array, leaf, known=known, view=view, settings=settings
-        )
-        if leaf.is_factored:
-            # A leaf waits for the quotient of the one before it and the factors of the one before
-            # that: the small decompositions run beside the next leaf's products.
-            ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
-            last_error = jnp.max(leaf.error)
-        all_scaled.append(rebox(grad, scaled))
-        all_new.append(LeafState(*map(rebox, boxed, leaf)))
-    return structure.unflatten(all_scaled), structure.unflatten(all_new)
+    grads, boxes = [grad for _, grad in named], columns[1]
+    arrays = [unbox(grad) for grad in grads]
+    states = [LeafState(*map(unbox, boxed)) for boxed in boxes]
+    views = [matrix_view(x.shape, n) for x, n in zip(arrays, columns[0], strict=True)]
+    results = step_leaves(scalars, arrays, states, tuple(views), settings)
+    scaled = [rebox(grad, x) for grad, (x, _) in zip(grads, results, strict=True)]
+    new = [
+        LeafState(*map(rebox, boxed, state))
+        for boxed, (_, state) in zip(boxes, results, strict=True)
+    ]
+    return structure.unflatten(scaled), structure.unflatten(new)
 
 
 class Draws(NamedTuple):
