@@ -90,12 +90,16 @@ def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
       of two: to undo it rounds nothing.
     """
     matrix = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
-    largest = jnp.max(jnp.abs(matrix), initial=0)
-    _, exponent = jnp.frexp(largest)
-    limit = -int(np.finfo(matrix.dtype).minexp)  # 1 / scale, too, is a normal number
-    scale = jnp.ldexp(jnp.ones_like(largest), jnp.clip(exponent - 1, -limit, limit))
-    scale = jnp.where(largest == 0, 1, scale)
+    scale = power_of_two_below(jnp.max(jnp.abs(matrix), initial=0))
     return matrix / scale, scale
+
+
+def power_of_two_below(largest: jax.Array) -> jax.Array:
+    """The power of two in (x / 2, x] whose reciprocal, too, is a normal number; 1 for 0."""
+    _, exponent = jnp.frexp(largest)
+    limit = -int(np.finfo(largest.dtype).minexp)
+    scale = jnp.ldexp(jnp.ones_like(largest), jnp.clip(exponent - 1, -limit, limit))
+    return jnp.where(largest == 0, 1, scale)
 
 
 def frobenius_norm(matrix: jax.Array) -> jax.Array:

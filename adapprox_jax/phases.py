@@ -14,15 +14,16 @@ of adaptive ranks, for the steps that choose them.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from adapprox_jax.low_rank import mask_columns, normalize, principal_turn, unit_columns
+from adapprox_jax.low_rank import mask_columns, normalize, power_of_two_below, principal_turn
 from adapprox_jax.matrix_step import accumulate_drift, divide_by_root, rounding_bits, unit_scale
 from adapprox_jax.matrix_view import MatrixView, from_matrices, to_matrices, view_shape
-from adapprox_jax.orthonormalize import ORTHONORMALIZE
+from adapprox_jax.orthonormalize import ORTHONORMALIZE, unit_columns
 from adapprox_jax.products import column_energies, contract, fused_outer, matmul
 from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import choose_rank_by_table, fit_columns
@@ -60,16 +61,20 @@ class Matrices(NamedTuple):
 
     grad: jax.Array  # (m, n) or (n, m)
     state: LeafState
-    scale: jax.Array  # what G is divided by, a power of two
+    largest_u: jax.Array | None = None  # magnitude
+    scale: jax.Array | None = None  # what G is divided by, a power of two
+
+
+Factors: TypeAlias = tuple[jax.Array, jax.Array]  # q and u in units of the target's scale
 
 
 class Factored(NamedTuple):
-    """New factors of a stack as the state has them, but for u in units of the target's scale."""
+    """What a stack is factored as: the columns to keep."""
 
-    q: jax.Array
-    u: jax.Array
+    factors: Factors
     rank: jax.Array
     error: jax.Array
+    norm: jax.Array  # ||q u^T||
 
 
 def step_in_phases(
@@ -107,8 +112,7 @@ def step_in_phases(
             operands = to_matrices(grad, view), state._replace(nu=())
             depth = len(view.batch)
             flat = jax.tree.map(lambda x, d=depth: x.reshape(-1, *x.shape[d:]), operands)
-            scale = jax.vmap(partial(_scale, plans[-1]))(*flat)
-            stacks.append(Matrices(*flat, scale))
+            stacks.append(Matrices(*flat))
         results = []
         leaves = zip(_step_stacks(plans, stacks), grads, states, views, strict=True)
         for result, grad, state, view in leaves:
@@ -128,224 +132,155 @@ def _step_stacks(
     subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
     orthonormalize = partial(ORTHONORMALIZE[subspace.orthogonalization], rounds=subspace.rounds)
     measured = (plans[0].scalars.step - 1) % rule.rank_interval == 0
-    images = [
-        _in_slices(partial(_image, plan, measured), stack)
-        for plan, stack in zip(plans, stacks, strict=True)
-    ]
-    bases = _together(orthonormalize, images)
+
+    stacks = _with_scales(plans, stacks)
+    bases = _together(orthonormalize, _sweep(partial(_image, measured), plans, stacks))
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(stacks, bases)
-        images = [
-            _in_slices(partial(_normal_image, plan), stack, q)
-            for plan, stack, q in zip(plans, stacks, bases, strict=True)
-        ]
-        bases = _together(orthonormalize, images)
+        bases = _together(orthonormalize, _sweep(_normal_image, plans, stacks, bases))
     stacks, bases = _made_anew(stacks, bases)
-    leaves = list(zip(plans, stacks, bases, strict=True))
-    found = [(q, _in_slices(partial(_project, plan), stack, q)) for plan, stack, q in leaves]
+    found = list(zip(bases, _sweep(_project, plans, stacks, bases), strict=True))
+
     factored = _factor(plans, stacks, found, measured)
-    return [
-        (jax.vmap(partial(_quotient, plan))(stack), jax.vmap(partial(_state, plan))(stack, new))
-        for plan, stack, new in zip(plans, stacks, factored, strict=True)
+    states = _each(_new_state, plans, stacks, factored)
+    return list(zip(_each(_quotient, plans, stacks), states, strict=True))
+
+
+def _with_scales(plans: Sequence[Plan], stacks: Sequence[Matrices]) -> list[Matrices]:
+    """The stacks with what tells how large their targets are."""
+    wide = [jnp.promote_types(stack.grad.dtype, jnp.float32) for stack in stacks]
+    us = [stack.state.u.astype(dtype) for stack, dtype in zip(stacks, wide, strict=True)]
+    stacks = [
+        stack._replace(largest_u=largest)
+        for stack, largest in zip(stacks, _together(_largest, us), strict=True)
     ]
+    scales = _each(_scale, plans, stacks)
+    return [stack._replace(scale=scale) for stack, scale in zip(stacks, scales, strict=True)]
 
 
 def _factor(
     plans: Sequence[Plan],
     stacks: Sequence[Matrices],
-    found: Sequence[tuple[jax.Array, jax.Array]],
+    found: Sequence[Factors],
     measured: jax.Array,
 ) -> list[Factored]:
-    """Factors of all columns worked on as those to keep.
+    """From the factors of all columns worked on those to keep.
 
     Those of a fixed rank are measured at every step, which costs less than to ask. Where there are
-    others, one branch decides for all of them whether the rank is chosen.
+    others, one branch decides for all of them whether their ranks are chosen.
     """
-    of_kind = {True: [], False: []}
-    for i, plan in enumerate(plans):
-        of_kind[plan.is_fixed].append(i)
-    factored = {}
-    for is_fixed, indices in of_kind.items():
-        arguments = [[x[i] for i in indices] for x in (plans, stacks, found)]
+    factored: dict[int, Factored] = {}
+    for is_fixed in (True, False):
+        indices = [i for i, plan in enumerate(plans) if plan.is_fixed == is_fixed]
+        leaves = [[x[i] for i in indices] for x in (plans, stacks, found)]
         if not indices:
             continue
         if is_fixed:
-            new = _cut(*arguments)
+            new = _cut(*leaves)
         else:
-            choose, keep = (partial(f, *arguments) for f in (_choose, _keep))
-            new = jax.lax.cond(measured, choose, keep)
+            new = jax.lax.cond(measured, partial(_choose, *leaves), partial(_keep, *leaves))
         factored.update(zip(indices, new, strict=True))
     return [factored[i] for i in range(len(plans))]
 
 
 def _cut(
-    plans: Sequence[Plan],
-    stacks: Sequence[Matrices],
-    found: Sequence[tuple[jax.Array, jax.Array]],
+    plans: Sequence[Plan], stacks: Sequence[Matrices], found: Sequence[Factors]
 ) -> list[Factored]:
-    """The best columns of a fixed rank."""
-    if plans[0].settings.subspace.rotate and any(p.width > p.capacity for p in plans):
+    """The columns of a fixed rank: of more than those the best."""
+    if any(plan.width > plan.capacity for plan in plans):
         found = _turn(found)
-    full = [
-        jnp.full_like(stack.state.rank, p.capacity) for p, stack in zip(plans, stacks, strict=True)
+    ranks = [
+        jnp.full_like(stack.state.rank, plan.capacity)
+        for plan, stack in zip(plans, stacks, strict=True)
     ]
-    return [
-        jax.vmap(partial(_measure, plan))(stack, *factors, rank)
-        for plan, stack, factors, rank in zip(plans, stacks, found, full, strict=True)
-    ]
+    return _measure(plans, stacks, found, ranks)
 
 
 def _choose(
-    plans: Sequence[Plan],
-    stacks: Sequence[Matrices],
-    found: Sequence[tuple[jax.Array, jax.Array]],
+    plans: Sequence[Plan], stacks: Sequence[Matrices], found: Sequence[Factors]
 ) -> list[Factored]:
     """Algorithm 2 for all leaves: the columns of the first ranks that will do."""
-    leaves = zip(plans, stacks, found, strict=True)
-    residuals = [jax.vmap(partial(_residual, plan))(stack, q, u) for plan, stack, (q, u) in leaves]
+    units = _units(found)
+    residuals = _sweep(_residual, plans, stacks, found, units)
     if plans[0].settings.subspace.rotate:
         found = _turn(found)
-    results = []
-    for plan, stack, (q, u), residual in zip(plans, stacks, found, residuals, strict=True):
-        rank = jax.vmap(partial(_rank, plan))(u, residual)
-        results.append(jax.vmap(partial(_measure, plan))(stack, q, u, rank))
-    return results
+    ranks = _each(_rank, plans, found, units, residuals)
+    return _measure(plans, stacks, found, ranks)
 
 
 def _keep(
-    plans: Sequence[Plan],
-    stacks: Sequence[Matrices],
-    found: Sequence[tuple[jax.Array, jax.Array]],
+    plans: Sequence[Plan], stacks: Sequence[Matrices], found: Sequence[Factors]
 ) -> list[Factored]:
     """The columns of the ranks in use."""
-
-    def keep(plan: Plan, of: Matrices, q: jax.Array, u: jax.Array) -> Factored:
-        return Factored(*_stored(plan, of, q, u, of.state.rank), of.state.rank, of.state.error)
-
+    ranks = [stack.state.rank for stack in stacks]
+    kept = _each(_kept, plans, stacks, found, ranks)
+    norms = _norms(kept, _units(kept))
     return [
-        jax.vmap(partial(keep, plan))(stack, *factors)
-        for plan, stack, factors in zip(plans, stacks, found, strict=True)
+        Factored(factors, stack.state.rank, stack.state.error, norm)
+        for factors, stack, norm in zip(kept, stacks, norms, strict=True)
     ]
 
 
-def _turn(found: Sequence[tuple[jax.Array, jax.Array]]) -> list[tuple[jax.Array, jax.Array]]:
+def _measure(
+    plans: Sequence[Plan],
+    stacks: Sequence[Matrices],
+    found: Sequence[Factors],
+    ranks: Sequence[jax.Array],
+) -> list[Factored]:
+    """The first columns, and what they leave out."""
+    kept = _each(_kept, plans, stacks, found, ranks)
+    units = _units(kept)
+    norms = _norms(kept, units)
+    residuals = _sweep(_residual, plans, stacks, kept, units)
+    errors = _together(
+        lambda groups: [_error(*group) for group in groups],
+        list(zip(residuals, units, norms, strict=True)),
+    )
+    return list(map(Factored, kept, ranks, errors, norms))
+
+
+def _turn(found: Sequence[Factors]) -> list[Factors]:
     """Factors turned so that their columns stand in order of falling singular value."""
 
-    def unit_gram(u: jax.Array) -> tuple[jax.Array, jax.Array]:
-        u, _ = normalize(u)
-        unit = unit_columns(u)
-        return contract(unit, unit, 0), jnp.sqrt(column_energies(u))
+    def unit_gram(u: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
+        columns = unit_columns(u)
+        return contract(columns, columns, 0), jnp.sqrt(column_energies(u / unit))
 
-    grams = [jax.vmap(unit_gram)(u) for _, u in found]
+    grams = [
+        jax.vmap(unit_gram)(u, unit) for (_, u), unit in zip(found, _units(found), strict=True)
+    ]
     turns = _together(lambda groups: [principal_turn(*group) for group in groups], grams)
     turned = jax.vmap(lambda x, turn: matmul(x, turn.T))
     return [(turned(q, turn), turned(u, turn)) for (q, u), turn in zip(found, turns, strict=True)]
 
 
-# From here on one matrix, of its leaf's plan.
+def _units(factors: Sequence[Factors]) -> list[jax.Array]:
+    """Powers of two near the largest entries of each u: divided by them, squares are numbers."""
+    return [power_of_two_below(x) for x in _together(_largest, [u for _, u in factors])]
 
 
-def _scale(plan: Plan, grad: jax.Array, state: LeafState) -> jax.Array:
-    """What G is divided by: 1 where no square of it is taken."""
-    approximation = plan.settings.approximation
-    wide = jnp.promote_types(grad.dtype, jnp.float32)
-    if not approximation.scale_follows_gradient:
-        return jnp.ones_like(grad, wide, shape=())
-    return unit_scale(grad, jnp.max(jnp.abs(state.u)), approximation)
+def _norms(factors: Sequence[Factors], units: Sequence[jax.Array]) -> list[jax.Array]:
+    """||q u^T|| of each matrix."""
+
+    def norms(groups: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [
+            unit * jnp.sqrt(jnp.sum(jnp.square(u / unit[:, None, None]), axis=(1, 2)))
+            for u, unit in groups
+        ]
+
+    return _together(norms, [(u, unit) for (_, u), unit in zip(factors, units, strict=True)])
 
 
-def _target(plan: Plan, of: Matrices) -> jax.Array:
-    """The target in units of its scale, in the shape of the gradient."""
-    approximation = plan.settings.approximation
-    dtype = of.scale.dtype
-    q, u = of.state.q.astype(dtype), of.state.u.astype(dtype)
-    product = fused_outer(q, u / approximation.of_scale(of.scale), plan.axis)
-    gradient = of.grad.astype(dtype) / of.scale
-    return approximation.average(jnp.maximum(product, 0), gradient, plan.scalars.b2)
+def _largest(groups: list[jax.Array]) -> list[jax.Array]:
+    """Largest magnitude in each matrix of stacks."""
+    return [jnp.max(jnp.abs(x), axis=(1, 2)) for x in groups]
 
 
-def _image(plan: Plan, measured: jax.Array, of: Matrices) -> jax.Array:
-    """The target times the start; of an adaptive rank more columns where it is chosen."""
-    dtype = of.scale.dtype
-    start = start_columns(plan.scalars.draws, plan.width, dtype, of.state.u.shape[0])
-    if plan.settings.subspace.warm_start:
-        unit_u, _ = normalize(of.state.u)
-        known = jnp.where(jnp.any(unit_u != 0), of.state.rank, 0)
-        start = warm_start(start, unit_u, known, 1)
-    if not plan.is_fixed:
-        start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))
-    return contract(_target(plan, of), start, 1 - plan.axis)
-
-
-def _normal_image(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
-    target = _target(plan, of)
-    unit_u, _ = normalize(contract(target, q, plan.axis))
-    return contract(target, unit_u, 1 - plan.axis)
-
-
-def _project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
-    return contract(_target(plan, of), q, plan.axis)
-
-
-def _residual(plan: Plan, of: Matrices, q: jax.Array, u: jax.Array) -> jax.Array:
-    """||A - q u^T||^2 in units of u."""
-    _, unit = normalize(u)
-    difference = _target(plan, of) - fused_outer(q, u, plan.axis)
-    return jnp.sum(jnp.square(difference / unit))
-
-
-def _rank(plan: Plan, u: jax.Array, residual: jax.Array) -> jax.Array:
-    unit_u, _ = normalize(u)
-    return choose_rank_by_table(
-        column_energies(unit_u),
-        residual,
-        plan.capacity,
-        plan.scalars.error_threshold,
-        plan.settings.rank,
-    )
-
-
-def _stored(
-    plan: Plan, of: Matrices, q: jax.Array, u: jax.Array, rank: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The first columns as the state keeps them."""
-    q, u = (fit_columns(mask_columns(x, rank), plan.capacity) for x in (q, u))
-    u = u * plan.settings.approximation.of_scale(of.scale)
-    like = of.state.q, of.state.u
-    rounding = rounding_bits(plan.scalars.rounding, *like)
-    if rounding is None:
-        return q.astype(like[0].dtype), u.astype(like[1].dtype)
-    return round_stochastically(q, rounding[0]), round_stochastically(u, rounding[1])
-
-
-def _measure(plan: Plan, of: Matrices, q: jax.Array, u: jax.Array, rank: jax.Array) -> Factored:
-    """The first columns, and what they leave out."""
-    kept_q, kept_u = _stored(plan, of, q, u, rank)
-    target_scale = plan.settings.approximation.of_scale(of.scale)
-    wide_q, wide_u = kept_q.astype(q.dtype), kept_u.astype(u.dtype) / target_scale
-    residual = _residual(plan, of, wide_q, wide_u)
-    unit_u, _ = normalize(wide_u)
-    norm_squared = residual + jnp.sum(jnp.square(unit_u))
+def _error(residual: jax.Array, unit: jax.Array, norm: jax.Array) -> jax.Array:
+    """Xi from ||A - q u^T||^2 in squared units and ||q u^T||."""
+    norm_squared = residual + jnp.square(norm / unit)
     error = jnp.sqrt(residual / jnp.where(norm_squared == 0, 1, norm_squared))
-    return Factored(kept_q, kept_u, rank, error.astype(jnp.float32))
-
-
-def _quotient(plan: Plan, of: Matrices) -> jax.Array:
-    approximation = plan.settings.approximation
-    gradient = of.grad.astype(of.scale.dtype) / of.scale
-    scaled = divide_by_root(gradient, _target(plan, of), plan.scalars, approximation, of.scale)
-    return scaled.astype(of.grad.dtype)
-
-
-def _state(plan: Plan, of: Matrices, new: Factored) -> LeafState:
-    unit_u, unit = normalize(new.u)
-    norm = unit * jnp.sqrt(jnp.sum(jnp.square(unit_u)))
-    decay = plan.settings.approximation.drift_decay(plan.scalars.b2)
-    drift = accumulate_drift(of.state.drift, new.error, norm, decay)
-    return of.state._replace(**new._asdict(), drift=drift)
-
-
-# And from here on what says in which order.
+    return error.astype(jnp.float32)
 
 
 def _made_anew(
@@ -359,20 +294,33 @@ def _made_anew(
     ], after
 
 
-def _in_slices(function: Callable[..., Any], of: Matrices, *more: jax.Array) -> Any:
-    """A function of one matrix for all of a stack, as many at once as there may be in memory."""
-    batch, *matrix = of.grad.shape
-    at_once = max(_LARGEST_SLICE // max(matrix[0] * matrix[1], 1), 1)
-    if batch <= at_once:
-        return jax.vmap(function)(of, *more)
-    return jax.lax.map(lambda operands: function(*operands), (of, *more), batch_size=at_once)
+def _each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:
+    """A function of a plan and one matrix for all matrices of all leaves."""
+    leaves = zip(plans, *operands, strict=True)
+    return [jax.vmap(partial(function, plan))(*leaf) for plan, *leaf in leaves]
+
+
+def _sweep(
+    function: Callable[..., Any], plans: Sequence[Plan], stacks: Sequence[Matrices], *more: Any
+) -> list[Any]:
+    """`_each`, with as many matrices of a stack at once as there may be targets in memory."""
+
+    def of_leaf(plan: Plan, stack: Matrices, *more: Any) -> Any:
+        batch, rows, columns = stack.grad.shape
+        at_once = max(_LARGEST_SLICE // max(rows * columns, 1), 1)
+        of_matrix = partial(function, plan)
+        if batch <= at_once:
+            return jax.vmap(of_matrix)(stack, *more)
+        return jax.lax.map(lambda x: of_matrix(*x), (stack, *more), batch_size=at_once)
+
+    return [of_leaf(*leaf) for leaf in zip(plans, stacks, *more, strict=True)]
 
 
 def _together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -> list[Any]:
     """Calls a function of a list of stacks with those of one shape put together as one.
 
     Args:
-      function: Of stacks of one type, to as many of the same leading sizes.
+      function: Of stacks of one type, to as many arrays of the same leading sizes.
       trees: Stacks, each an array or a tuple of arrays with one leading axis.
 
     Returns:
@@ -391,9 +339,94 @@ def _together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) 
             for group in groups.values()
         ]
         for group, result in zip(groups.values(), function(joined), strict=True):
-            start = 0
-            for i in group:
-                end = start + jax.tree.leaves(trees[i])[0].shape[0]
-                results[i] = result[start:end]
-                start = end
+            sizes = [jax.tree.leaves(trees[i])[0].shape[0] for i in group]
+            parts = jnp.split(result, np.cumsum(sizes)[:-1])
+            results.update(zip(group, parts, strict=True))
     return [results[i] for i in range(len(trees))]
+
+
+# What follows is of one matrix.
+
+
+def _scale(plan: Plan, of: Matrices) -> jax.Array:
+    """What G is divided by: 1 where no square of it is taken by itself."""
+    approximation = plan.settings.approximation
+    if not approximation.scale_follows_gradient:
+        return jnp.ones_like(of.largest_u)
+    return unit_scale(of.grad, of.largest_u, approximation)
+
+
+def _target(plan: Plan, of: Matrices) -> jax.Array:
+    """The target, divided by its scale, in the shape of the gradient."""
+    approximation = plan.settings.approximation
+    q, u = (x.astype(of.scale.dtype) for x in (of.state.q, of.state.u))
+    product = fused_outer(q, u / approximation.of_scale(of.scale), plan.axis)
+    return approximation.average(jnp.maximum(product, 0), _gradient(of), plan.scalars.b2)
+
+
+def _gradient(of: Matrices) -> jax.Array:
+    return of.grad.astype(of.scale.dtype) / of.scale
+
+
+def _image(measured: jax.Array, plan: Plan, of: Matrices) -> jax.Array:
+    """The target times the start, which has more columns where an adaptive rank is chosen."""
+    start = start_columns(plan.scalars.draws, plan.width, of.scale.dtype, of.state.u.shape[0])
+    if plan.settings.subspace.warm_start:
+        known = jnp.where(of.largest_u > 0, of.state.rank, 0)
+        start = warm_start(start, of.state.u, known, 1 / power_of_two_below(of.largest_u))
+    if not plan.is_fixed:
+        start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))
+    return contract(_target(plan, of), start, 1 - plan.axis)
+
+
+def _normal_image(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
+    target = _target(plan, of)
+    unit_u, _ = normalize(contract(target, q, plan.axis))
+    return contract(target, unit_u, 1 - plan.axis)
+
+
+def _project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
+    return contract(_target(plan, of), q, plan.axis)
+
+
+def _residual(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) -> jax.Array:
+    """||A - q u^T||^2 in squared units."""
+    difference = _target(plan, of) - fused_outer(*factors, plan.axis)
+    return jnp.sum(jnp.square(difference / unit))
+
+
+def _rank(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:
+    energies = column_energies(factors[1] / unit)
+    threshold = plan.scalars.error_threshold
+    return choose_rank_by_table(energies, residual, plan.capacity, threshold, plan.settings.rank)
+
+
+def _kept(plan: Plan, of: Matrices, factors: Factors, rank: jax.Array) -> Factors:
+    """The first columns, rounded as the state keeps them, in the type that is worked in."""
+    q, u = (fit_columns(mask_columns(x, rank), plan.capacity) for x in factors)
+    rounding = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
+    if rounding is not None:
+        kept_q, kept_u = map(round_stochastically, (q, u), rounding)
+    else:
+        kept_q, kept_u = q.astype(of.state.q.dtype), u.astype(of.state.u.dtype)
+    return kept_q.astype(q.dtype), kept_u.astype(u.dtype)
+
+
+def _quotient(plan: Plan, of: Matrices) -> jax.Array:
+    approximation = plan.settings.approximation
+    scaled = divide_by_root(_gradient(of), _target(plan, of), plan.scalars, approximation, of.scale)
+    return scaled.astype(of.grad.dtype)
+
+
+def _new_state(plan: Plan, of: Matrices, new: Factored) -> LeafState:
+    (q, u), rank, error, norm = new
+    target_scale = plan.settings.approximation.of_scale(of.scale)
+    decay = plan.settings.approximation.drift_decay(plan.scalars.b2)
+    return LeafState(
+        q.astype(of.state.q.dtype),
+        (u * target_scale).astype(of.state.u.dtype),
+        rank,
+        error,
+        accumulate_drift(of.state.drift, error, target_scale * norm, decay),
+        (),
+    )
