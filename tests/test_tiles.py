@@ -11,7 +11,7 @@ from adapprox_jax.leaf_step import step_leaf
 
 SETTINGS = {
     "fixed": dict(max_rank=4),
-    "five iterations": dict(max_rank=4, power_iterations=5, warm_start=False),
+    "five iterations": dict(max_rank=4, power_iterations=5, warm_start=False, approximate="moment"),
     "adaptive": dict(initial_rank=1, max_rank=20, rank_interval=2, error_threshold=0.3),
     "bfloat16 factors": dict(max_rank=4, factor_dtype=jnp.bfloat16, approximate="moment"),
 }
@@ -35,15 +35,15 @@ def three_updates(shape, settings):
     return np.asarray(updates), state
 
 
-# Each setting along one axis: what depends on the axis is the same code for all.
+# Each setting along one axis: what depends on the axis is the same code for all. Rounding does not
+# know of tiles.
 ALONG = {"fixed": (96, 24), "five iterations": (24, 96), "adaptive": (24, 96)}
-ALONG["bfloat16 factors"] = (96, 24)
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
-        pytest.param(name, shape, marks=() if ALONG[name] == shape else pytest.mark.slow)
+        pytest.param(name, shape, marks=() if ALONG.get(name) == shape else pytest.mark.slow)
         for name in SETTINGS
         for shape in [(24, 96), (96, 24), (97, 24)]
     ],
@@ -78,7 +78,10 @@ def test_tile_counts(shape, expected):
     assert tiles.tiling_of(shape[::-1]).tiles == expected
 
 
-@pytest.mark.parametrize("settings", [dict(max_rank=4), dict(initial_rank=1, max_rank=4)])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(dict(max_rank=4), marks=pytest.mark.slow), dict(initial_rank=1, max_rank=4)],
+)
 def test_temporaries_are_those_of_one_leaf_and_not_of_all(settings):
     """Of XLA's plan: with all leaves at once it would hold a matrix or two of each."""
     params = {str(i): jax.ShapeDtypeStruct((256, 512), jnp.float32) for i in range(4)}
