@@ -66,17 +66,17 @@ def quadratic(*shapes):
 
 
 def rosenbrock(*shape):
-    """Rosenbrock's function summed over pairs of entries of two matrices."""
+    """Rosenbrock's function summed over pairs of entries from the two halves of a matrix."""
 
     def setup(dtype):
         rng = np.random.default_rng(0)
-        initial = [jnp.asarray(rng.uniform(-1, 1, shape), dtype) for _ in range(2)]
+        initial = jnp.asarray(rng.uniform(-1, 1, shape), dtype)
 
         def objective(params):
-            x, y = params
+            x, y = jnp.split(params[0], 2)
             return jnp.sum((1 - x) ** 2 + 100 * (y - x**2) ** 2)
 
-        return initial, [jnp.ones(shape, dtype)] * 2, objective
+        return [initial], [jnp.ones(shape, dtype)], objective
 
     return setup
 
@@ -150,7 +150,8 @@ def test_contract(contract, parameters, settings, adapprox, monkeypatch):
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(quadratic(SHORT, VECTOR), id="quadratic-64x48"),
+        pytest.param(quadratic((24, 16), VECTOR), id="quadratic-24x16"),
+        pytest.param(quadratic(SHORT, VECTOR), id="quadratic-64x48", marks=slow),
         pytest.param(quadratic(LONG, VECTOR), id="quadratic-48x200", marks=slow),
     ],
 )
