@@ -1,16 +1,23 @@
-"""Four CPU devices for the tests of sharding, and compiled programs kept for the whole run.
+"""Four CPU devices for the tests of sharding, and little time spent on compilation.
 
 Most of the suite's time is compilation, and many tests compile what another has compiled: the
 same functions made anew. A folder of programs, which JAX reads and fills, spares them that. It is
 new in every run, and the workers of xdist and the programs that tests start share it.
+
+With `-m "not slow"` XLA also leaves out most optimizations: nearly all programs run a few steps
+only. Without it, as in `make test-all`, they are compiled as users compile them.
 """
 
 import os
+import subprocess
+import sys
 import tempfile
 
 import jax
 
 jax.config.update("jax_num_cpu_devices", 4)
+
+QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
 def pytest_configure(config):
@@ -25,3 +32,14 @@ def pytest_configure(config):
     }.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
+    if "not slow" in config.option.markexpr:
+        flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
+        if are_known(flags):
+            os.environ["XLA_FLAGS"] = flags
+
+
+def are_known(flags):
+    """XLA ends the whole process when it meets a flag that this version of it does not have."""
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", "import jax; jax.devices()"]
+    return subprocess.run(command, env=environment, capture_output=True).returncode == 0

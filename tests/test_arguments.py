@@ -185,7 +185,10 @@ def test_the_version_is_that_of_the_package():
     assert re.fullmatch(r"\d+\.\d+\.\d+.*", adapprox_jax.__version__)
 
 
-@pytest.mark.parametrize("settings", [dict(max_rank=2), dict(initial_rank=1, max_rank=4)])
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(dict(max_rank=2), marks=pytest.mark.slow), dict(initial_rank=1, max_rank=4)],
+)
 def test_hyperparameters_of_a_wider_type_change_no_type(settings):
     """Under x64, NumPy and JAX scalars of float64 beside float32 parameters."""
     with jax.enable_x64(True):

@@ -14,17 +14,18 @@ RATE = 3e-3
 
 def problem():
     """A network of two layers and a stack, with noisy batches: loss(params, step)."""
-    keys = jax.random.split(jax.random.key(0), 4)
-    teacher = jax.random.normal(keys[0], (128, 96)) * jnp.exp(jax.random.normal(keys[1], (96,)))
+    rng = np.random.default_rng(0)
+    teacher = rng.normal(size=(64, 64)) * np.exp(rng.normal(size=64))
     params = {
-        "hidden": 0.1 * jax.random.normal(keys[2], (128, 256)),
-        "stack": 0.1 * jax.random.normal(keys[3], (2, 256, 256)),
-        "out": jnp.zeros((256, 96)),
-        "bias": jnp.zeros(96),
+        "hidden": 0.1 * rng.normal(size=(64, 128)),
+        "stack": 0.1 * rng.normal(size=(2, 128, 128)),
+        "out": np.zeros((128, 64)),
+        "bias": np.zeros(64),
     }
+    params, teacher = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (params, teacher))
 
     def loss(params, step):
-        x = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (64, 128))
+        x = jax.random.normal(jax.random.fold_in(jax.random.key(1), step), (64, 64))
         h = jnp.tanh(x @ params["hidden"])
         for matrix in params["stack"]:
             h = h + jnp.tanh(h @ matrix)
@@ -140,7 +141,7 @@ def test_states_that_do_not_fit_are_named(with_adam):
     tx = adapprox_jax.adapprox(RATE)
     with pytest.raises(ValueError, match="adam_state holds 0 states of Adam; allowed: one"):
         from_adam(tx, optax.sgd(1.0).init(params), params)
-    wrong = {**params, "hidden": jnp.ones((128, 200))}
+    wrong = {**params, "hidden": jnp.ones((64, 200))}
     with pytest.raises(ValueError, match=r"\['hidden'\]"):
         from_adam(tx, state, wrong)
     with pytest.raises(ValueError, match="tx keeps no state of Adapprox"):

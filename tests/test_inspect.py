@@ -17,7 +17,8 @@ PARAMS = {
 def test_report_names_shapes_ranks_and_bytes():
     tx = adapprox_jax.adapprox(1e-3, max_rank=4, min_dim_size_to_factor=1)
     state = tx.init(PARAMS)
-    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(0), p.shape), PARAMS)
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda p: rng.normal(size=p.shape).astype(np.float32), PARAMS)
     _, state = jax.jit(tx.update)(grads, state, PARAMS)
     report = adapprox_jax.rank_report(state, PARAMS)
     assert set(report) == {"['layer']['kernel']", "['stack']"}

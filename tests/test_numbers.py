@@ -15,18 +15,31 @@ SETTINGS = {
     "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
     "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1, min_dim_size_to_factor=1),
     "qr": dict(max_rank=4, oversampling=5, orthogonalization="qr", min_dim_size_to_factor=1),
-    "guided": dict(max_rank=4, cosine_guidance=True, min_dim_size_to_factor=1),
-    "corrected": dict(max_rank=4, bias_correction=True, min_dim_size_to_factor=1),
+    "guided and corrected": dict(
+        max_rank=4, cosine_guidance=True, bias_correction=True, min_dim_size_to_factor=1
+    ),
     "paper": adapprox_jax.PAPER,
 }
-each_setting = pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+
+
+def settings_of(*names):
+    """All settings; those that are not named are slow."""
+    slow = {name: [pytest.mark.slow] for name in SETTINGS if name not in names}
+    return pytest.mark.parametrize(
+        "settings",
+        [pytest.param(SETTINGS[name], id=name, marks=slow.get(name, ())) for name in SETTINGS],
+    )
+
+
+each_setting = settings_of(*SETTINGS)
 RNG = np.random.default_rng(0)
 SCALES = np.exp(RNG.normal(size=(24, 1)) + RNG.normal(size=(1, 40)))
+ONES = np.ones((24, 40), np.float32)
 
 
 def gradient(seed, shape=(24, 40), dtype=jnp.float32):
     scales = SCALES if shape[-2:] == SCALES.shape else 1
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * scales, dtype)
+    return np.asarray(np.random.default_rng(seed).normal(size=shape) * scales, dtype)
 
 
 COMPILED = {}  # init and jitted update by settings, so that runs alike compile once
@@ -40,7 +53,7 @@ def compiled(settings):
         return tx.update(grads, state, params)
 
     init = adapprox_jax.adapprox(1.0, **settings).init
-    return COMPILED.setdefault(repr(settings), (init, jax.jit(update)))
+    return COMPILED.setdefault(repr(settings), (jax.jit(init), jax.jit(update)))
 
 
 def run(settings, grads, params, eps=1e-8, b1=0.9):
@@ -56,16 +69,17 @@ def all_finite(tree):
     return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
 
 
-@each_setting
+@settings_of("guided and corrected")  # in the others all that is their own is in float32
 def test_half_precision_differs_from_float32_by_its_rounding_alone(settings):
     dtypes = [jnp.bfloat16, jnp.float16]
     grads = [[gradient(seed, dtype=dtype) for dtype in dtypes] for seed in range(5)]
-    params = [jnp.ones((24, 40), dtype) for dtype in dtypes]
+    params = [np.ones((24, 40), dtype) for dtype in dtypes]
     all_updates, state = run(settings, grads, params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, compiled(settings)[0](params))
+    init, _ = compiled(settings)
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, jax.eval_shape(init, params))
     for i, dtype in enumerate(dtypes):
-        wide = [grad[i].astype(jnp.float32) for grad in grads]
-        expected, _ = run(settings, wide, jnp.ones((24, 40)))
+        wide = [np.asarray(grad[i], np.float32) for grad in grads]
+        expected, _ = run(settings, wide, ONES)
         assert all_updates[i].dtype == dtype
         assert state[0].q[i].dtype == state[0].u[i].dtype == jnp.float32
         epsilon = float(jnp.finfo(dtype).eps)
@@ -77,14 +91,13 @@ def test_half_precision_differs_from_float32_by_its_rounding_alone(settings):
 @each_setting
 def test_float64_is_kept_in_x64_mode(settings):
     with jax.enable_x64(True):
-        grads = [gradient(seed, dtype=jnp.float64) for seed in range(3)]
-        pairs = [(grad, grad.astype(jnp.bfloat16)) for grad in grads]
-        params = jnp.ones((24, 40), jnp.float64), jnp.ones((24, 40), jnp.bfloat16)
-        updates, state = run(settings, pairs, params)
+        init, update = compiled(settings)
+        params = tuple(jax.ShapeDtypeStruct((24, 40), t) for t in (jnp.float64, jnp.bfloat16))
+        like = jax.eval_shape(init, params)
+        updates, state = jax.eval_shape(update, params, like, params, 1e-8, 0.9)
         assert [leaf.dtype for leaf in updates] == [jnp.float64, jnp.bfloat16]
         for factors in (state[0].q, state[0].u):
             assert [leaf.dtype for leaf in factors] == [jnp.float64, jnp.float32]
-        like = compiled(settings)[0](params)
         chex.assert_trees_all_equal_shapes_and_dtypes(state, like)
 
 
@@ -92,7 +105,7 @@ def test_float64_is_kept_in_x64_mode(settings):
 @pytest.mark.parametrize("magnitude", [1e-20, 1e-12, 1e15])
 def test_magnitude_of_gradients(settings, magnitude):
     """Without eps the updates do not depend on the scale, where squares do not vanish."""
-    grads, params = [gradient(seed) for seed in range(6)], jnp.ones((24, 40))
+    grads, params = [gradient(seed) for seed in range(6)], ONES
     actual, state = run(settings, [g * magnitude for g in grads], params, eps=1e-30)
     assert all_finite((actual, state))
     if magnitude > 1e-20 or settings.get("approximate") != "moment":  # 1e-40 is no normal float32
@@ -109,7 +122,7 @@ def test_rows_that_get_no_gradient_stay_where_they_are(settings):
         mask = np.zeros((24, 1), np.float32)
         mask[seen] = 1
         grads.append(gradient(seed) * mask)
-    updates, state = run(settings, grads, jnp.ones((24, 40)), b1=0.0)
+    updates, state = run(settings, grads, ONES, b1=0.0)
     assert all_finite((updates, state))
     assert not np.any(updates[20:])
     assert not np.any(updates[np.all(grads[-1] == 0, axis=1)])
@@ -117,35 +130,54 @@ def test_rows_that_get_no_gradient_stay_where_they_are(settings):
 
 @each_setting
 def test_a_leaf_without_gradients_stays_and_may_begin_late(settings):
-    zero = jnp.zeros((24, 40))
-    updates, state = run(settings, [zero] * 25, jnp.ones((24, 40)))
+    zero = 0 * ONES
+    updates, state = run(settings, [zero] * 25, ONES)
     assert not np.any(updates)
     assert all_finite(state)
-    late, state = run(settings, [zero] * 5 + [gradient(0)] * 5, jnp.ones((24, 40)))
+    late, state = run(settings, [zero] * 5 + [gradient(0)] * 5, ONES)
     assert np.all(np.isfinite(late))
     assert np.any(late)
-    back, state = run(settings, [gradient(0)] * 3 + [zero] * 25, jnp.ones((24, 40)))
+    back, state = run(settings, [gradient(0)] * 3 + [zero] * 25, ONES)
     assert all_finite((back, state))
 
 
-SHAPES = [(), (0,), (0, 5), (0, 24, 40), (3, 0, 40), (1, 1), (1, 40), (40, 1), (2, 3), (5, 4)]
-SHAPES += [(3, 4, 5), (7, 7, 3, 64), (1, 24, 40), (24, 1, 40), (2, 3, 24, 40), (9, 8)]
+DENSE = [(), (0,), (0, 5), (0, 24, 40), (3, 0, 40), (1, 1), (1, 40), (40, 1)]
+FACTORED = [(2, 3), (5, 4), (9, 8), (3, 4, 5), (7, 7, 3, 64), (1, 24, 40)]
+FACTORED += [(24, 1, 40), (2, 3, 24, 40)]
+# For each of the settings those at which its own code could fail: where there are fewer rows than
+# columns to work on, and stacks; and what is dense where code for it is its own.
+SHAPES = {
+    "fixed": [*DENSE, (2, 3), (7, 7, 3, 64)],
+    "adaptive": [(5, 4)],
+    "qr": [(9, 8)],
+    "guided and corrected": DENSE,
+    "paper": [(3, 4, 5)],
+}
 
 
-@each_setting
-def test_every_shape(settings):
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_shape(name, every):
     """Where min(m, n) is below the rank plus oversampling, too."""
-    params = [jnp.ones(shape) for shape in SHAPES]
-    grads = [[gradient(seed, shape) for shape in SHAPES] for seed in range(3)]
-    all_updates, state = run(settings, grads, params)
+    shapes = [*DENSE, *FACTORED] if every else SHAPES[name]
+    params = [np.ones(shape, np.float32) for shape in shapes]
+    grads = [[gradient(seed, shape) for shape in shapes] for seed in range(3)]
+    all_updates, state = run(SETTINGS[name], grads, params)
     assert all_finite(state)
-    for shape, updates in zip(SHAPES, all_updates, strict=True):
+    for shape, updates, q in zip(shapes, all_updates, state[0].q, strict=True):
         assert updates.shape == shape
         assert np.all(np.isfinite(updates)), shape
         assert np.all(updates != 0), shape
+        assert (q.ndim > 0) == (shape in FACTORED), shape
 
 
-@each_setting
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({**SETTINGS["adaptive"], "cosine_guidance": True}, id="adaptive and guided"),
+        *(pytest.param(SETTINGS[name], id=name, marks=pytest.mark.slow) for name in SETTINGS),
+    ],
+)
 def test_a_stack_along_any_axis_is_its_slices(settings):
     counts = [30, 3, 3]  # in front even of matrices with fewer rows than layers
     grads = [
@@ -162,7 +194,7 @@ def test_a_stack_along_any_axis_is_its_slices(settings):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-6)
     for axis, count in enumerate(counts):
         for i in (0, 1, count - 1):
-            alone, own = run(settings, [grad[axis][i] for grad in grads], jnp.ones((24, 40)))
+            alone, own = run(settings, [grad[axis][i] for grad in grads], ONES)
             close(np.moveaxis(stacked[axis], axis, 0)[i], alone)
             assert state[0].rank[axis][i] == own[0].rank
             close(state[0].error[axis][i], own[0].error)
@@ -181,9 +213,9 @@ def test_growth_is_paid_for_by_the_matrices_that_grow_alone(population):
     simple = np.outer(np.arange(1, 25), np.arange(1, 41)) * np.sign(gradient(0))
     settings = dict(initial_rank=1, max_rank=7, error_threshold=0.05, min_dim_size_to_factor=1)
     tx = adapprox_jax.scale_by_adapprox(**settings, rank_interval=4, rank_growth=growth)
-    stack = jnp.stack([simple, gradient(0), simple])  # of rank 1, of full rank, of rank 1
+    stack = np.stack([simple, gradient(0), simple])  # of rank 1, of full rank, of rank 1
     init, update = (jax.vmap(tx.init), jax.vmap(tx.update)) if population else tx
-    state, update, counts = init(stack), jax.jit(update), []
+    state, update, counts = jax.jit(init)(stack), jax.jit(update), []
     for _ in range(5):
         _, state = update(stack, state)
         jax.block_until_ready(state)

@@ -11,13 +11,14 @@ import adapprox_jax
 from adapprox_jax import quantize
 from adapprox_jax.quantization import quantized_like
 
-PARAMS = {"kernel": jnp.ones((64, 96)), "odd": jnp.ones((50, 101)), "bias": jnp.ones(96)}
+SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
+PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
 
 
 def updates(t, like=PARAMS):
-    key = jax.random.fold_in(jax.random.key(0), t)
-    return optax.tree.random_like(key, like, jax.random.normal)
+    rng = np.random.default_rng(t)
+    return {name: rng.normal(size=x.shape).astype(np.float32) for name, x in like.items()}
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.009), (4, 0.16)])
@@ -62,8 +63,8 @@ def test_average_follows_that_of_float32(dtype):
         (expected, states[0]), (actual, states[1]) = step(updates(t), *states)
     np.testing.assert_allclose(actual["bias"], expected["bias"], rtol=1e-5)
     for name in ("kernel", "odd"):
-        distance = jnp.linalg.norm(actual[name] - expected[name])
-        assert 0 < distance < most * jnp.linalg.norm(expected[name])
+        distance = np.linalg.norm(np.asarray(actual[name]) - np.asarray(expected[name]))
+        assert 0 < distance < most * np.linalg.norm(expected[name])
 
 
 @each_dtype
@@ -74,12 +75,19 @@ def test_bytes(dtype):
     assert nbytes == per_parameter * 512 * 768 + 4  # and the step
 
 
-@each_dtype
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "guided"),
+    [
+        (jnp.int8, False),
+        (jnp.int4, True),
+        pytest.param(jnp.int8, True, marks=pytest.mark.slow),
+        pytest.param(jnp.int4, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_whole_chain_learns_and_survives_a_checkpoint(dtype, guided, tmp_path):
-    target = jax.random.normal(jax.random.key(1), (64, 96))
+    target = np.random.default_rng(1).normal(size=(64, 96)).astype(np.float32)
     tx = adapprox_jax.adapprox(3e-2, mu_dtype=dtype, cosine_guidance=guided, weight_decay=0.0)
-    params = {"kernel": jnp.zeros((64, 96))}
+    params = {"kernel": np.zeros((64, 96), np.float32)}
     state = tx.init(params)
 
     @jax.jit
@@ -128,12 +136,11 @@ def test_explicit_mesh(dtype):
 
 def test_population():
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int8)
-    stacked = jax.tree.map(lambda p: jnp.stack([p, 2 * p]), PARAMS)
-    state = jax.vmap(tx.init)(stacked)
-    actual, _ = jax.jit(jax.vmap(tx.update))(stacked, state)
+    stacked = jax.tree.map(lambda p: np.stack([p, 2 * p]), PARAMS)
+    actual, _ = jax.jit(lambda x: jax.vmap(tx.update)(x, jax.vmap(tx.init)(x)))(stacked)
+    step = jax.jit(lambda x: tx.update(x, tx.init(x)))
     for i in range(2):
-        one = jax.tree.map(lambda x, i=i: x[i], stacked)
-        expected, _ = jax.jit(tx.update)(one, tx.init(one))
+        expected, _ = step(jax.tree.map(lambda x, i=i: x[i], stacked))
         jax.tree.map(
             lambda a, e, i=i: np.testing.assert_allclose(a[i], e, rtol=1e-6), actual, expected
         )
@@ -149,8 +156,8 @@ def test_bad_types_and_shapes_are_named():
     with pytest.raises(ValueError, match=r"array\.ndim is 0; allowed: at least 1"):
         quantize(jnp.ones(()))
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)
-    state = tx.init(PARAMS)
-    wrong = {**PARAMS, "kernel": jnp.ones((64, 90))}
+    state = jax.jit(tx.init)(PARAMS)
+    wrong = {**PARAMS, "kernel": np.ones((64, 90), np.float32)}
     with pytest.raises(ValueError, match=r"\['kernel'\]: got shape \(64, 90\); expected 4-bit"):
         tx.update(wrong, state)
     with pytest.raises(ValueError, match="codes are uint8; allowed: int8, as mu_dtype=int8 makes"):
@@ -159,7 +166,7 @@ def test_bad_types_and_shapes_are_named():
     with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is None"):
         plain.update(PARAMS, state)
     with pytest.raises(ValueError, match="state with no codes; mu_dtype is"):
-        tx.update(PARAMS, plain.init(PARAMS))
+        tx.update(PARAMS, jax.jit(plain.init)(PARAMS))
     codes, scales = quantize(jnp.ones(40))
     with pytest.raises(ValueError, match=r"shapes \(\(40,\), \(2,\)\); allowed for n=100: "):
         adapprox_jax.dequantize(codes, scales, 100)

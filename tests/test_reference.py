@@ -1,6 +1,7 @@
 """The library against the plain NumPy algorithm, over whole trajectories."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,22 @@ VARIANTS = {
 }  # fmt: skip
 
 
+growth = functools.cache(adapprox_jax.sigmoid_growth)  # what is compiled is known by its identity
+
+
+@functools.cache
+def starts(n: int, width: int, dtype) -> np.ndarray:
+    """The random starts of all steps, as the library draws them."""
+
+    def one(t):
+        drawn = draw_start(jax.random.fold_in(jax.random.key(KEY), t), n, width, dtype)
+        return start_columns(drawn, width, dtype)
+
+    drawn = jax.jit(lambda: jax.lax.map(one, np.arange(1, STEPS + 1)))()
+    return np.asarray(drawn, np.float64)
+
+
+@functools.cache
 def structured_gradients(decades: float, shape: tuple[int, int] = SHAPE) -> np.ndarray:
     """Gradients with scales along rows and columns and directions that come and go.
 
@@ -66,11 +83,12 @@ def structured_gradients(decades: float, shape: tuple[int, int] = SHAPE) -> np.n
     return np.asarray(gradients)
 
 
-def optimizer(s: reference.Settings, **keywords):
+def optimizer(s: reference.Settings, number=float, **keywords):
+    """The library's optimizer; `number` makes arrays of what need not be known when compiling."""
     return adapprox_jax.adapprox(
         1.0,
         s.b1,
-        s.b2,
+        number(s.b2),
         s.eps,
         s.eps_root,
         weight_decay=s.weight_decay,
@@ -80,9 +98,9 @@ def optimizer(s: reference.Settings, **keywords):
         bias_correction=s.bias_correction,
         initial_rank=s.k_init,
         max_rank=s.k_max,
-        error_threshold=s.xi_thresh,
+        error_threshold=number(s.xi_thresh),
         rank_interval=s.interval,
-        rank_growth=adapprox_jax.sigmoid_growth(*s.growth),
+        rank_growth=growth(*s.growth),
         power_iterations=s.l,
         oversampling=s.p,
         rotate=s.rotate,
@@ -103,25 +121,29 @@ def compare(
     tall: bool = False,
     **keywords,
 ) -> list[int]:
-    """Runs both over all steps, the library on the transpose if `tall`; returns the ranks."""
+    """Runs both over all steps, the library on the transpose if `tall`; returns the ranks.
+
+    In float64 the library compiles its step by itself, with the numbers as arguments, so that one
+    program serves all variants with the same code; in float32 the whole update, for its numbers.
+    """
     weights = np.full(shape, 0.5)
-    tx = optimizer(s, **keywords)
-    params = jnp.asarray(weights.T if tall else weights, dtype)
+    params = np.asarray(weights.T if tall else weights, dtype)
+    if dtype == jnp.float64:
+        tx = optimizer(s, jnp.asarray, **keywords)
+        update = tx.update
+    else:
+        tx = optimizer(s, **keywords)
+        update = jax.jit(tx.update)
     state = tx.init(params)
-    update = jax.jit(tx.update)
     expected_state = reference.init(shape, s)
-    width = min(shape)
     ranks = []
     for t, gradient in enumerate(structured_gradients(decades, shape), start=1):
-        key = jax.random.fold_in(jax.random.key(KEY), t)
-        start = np.asarray(
-            start_columns(draw_start(key, shape[1], width, dtype), width, dtype), np.float64
-        )
+        start = starts(shape[1], min(shape), dtype)[t - 1]
         expected, expected_state = reference.step(gradient, weights, expected_state, start, s)
-        given = jnp.asarray(gradient.T if tall else gradient, dtype)
+        given = np.asarray(gradient.T if tall else gradient, dtype)
         actual, state = update(given, state, params)
-        actual = actual.T if tall else actual
-        difference = np.linalg.norm(-np.asarray(actual, np.float64) - expected)
+        actual = np.asarray(actual).T if tall else np.asarray(actual)
+        difference = np.linalg.norm(-actual.astype(np.float64) - expected)
         assert difference <= tolerance * np.linalg.norm(expected), f"step {t}"
         assert int(state[0].rank) == expected_state.k, f"step {t}"
         if (t - 1) % s.interval == 0:
@@ -133,7 +155,7 @@ def compare(
 
 
 # Of every other variant float64, below, proves the algorithm, and these the float32 arithmetic.
-IN_FLOAT32 = ["fixed", "fixed-root-warm", "fixed-printed", "adaptive", "adaptive-root-all"]
+IN_FLOAT32 = ["fixed-root-warm", "adaptive", "adaptive-root-all"]
 
 
 @pytest.mark.parametrize(
@@ -166,20 +188,22 @@ def test_every_variant_follows_the_reference_in_float64(name):
         compare(reference.Settings(**{"b2": 0.95, **VARIANTS[name]}), jnp.float64, 1e-8)
 
 
-@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+@pytest.mark.parametrize("name", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)])
 def test_householder_follows_the_reference(name):
     s = reference.Settings(b2=0.95, **VARIANTS[name])
     compare(s, jnp.float32, 1e-4, orthogonalization="qr")
 
 
-@pytest.mark.parametrize("name", ["fixed", "adaptive-root-all"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive-root-all"]
+)
 def test_tall_matrices_follow_the_reference_of_their_transpose(name):
     with jax.enable_x64(True):
         s = reference.Settings(**{"b2": 0.95, **VARIANTS[name]})
         compare(s, jnp.float64, 1e-8, tall=True)
 
 
-@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize("tall", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_ranks_that_cross_16_columns_follow_the_reference(tall):
     """There the library takes code of another size, and goes back to the first."""
     s = reference.Settings(

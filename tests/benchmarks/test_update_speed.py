@@ -1,5 +1,6 @@
 """The benchmark of updates runs from end to end; its times are not looked at."""
 
+import dataclasses
 import json
 import shlex
 
@@ -13,6 +14,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import update_speed
 from benchmarks.inputs import gradients_like
 from benchmarks.update_speed import main
+from examples.gpt2.model import CONFIGS
 
 
 @pytest.fixture
@@ -40,7 +42,8 @@ def test_records_and_picture_are_written(tmp_path, capsys):
     assert "| adapprox rank 16 |" in capsys.readouterr().out
 
 
-def test_a_whole_training_step(tmp_path):
+def test_a_whole_training_step(tmp_path, monkeypatch):
+    monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], layers=1))
     path = tmp_path / "step.json"
     main(("tiny",), ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
     assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["over_adamw"] == 1

@@ -3,7 +3,7 @@
 SMALL_MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "tokenizer": "bytes"}
 SHORT_RUN = {"batch-size": 4, "steps": 6, "warmup": 2, "sample-tokens": 4}
 INTERVALS = {"eval-every": 3, "eval-batches": 2, "checkpoint-every": 3}
-FACTORED = {"adapprox.min-dim-size-to-factor": 8, "adapprox.max-rank": 4}
+FACTORED = {"adapprox.min-dim-size-to-factor": 16, "adapprox.max-rank": 4}
 
 
 def arguments(work, name, *extra):
