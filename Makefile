@@ -17,7 +17,7 @@ train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
 
 test: lint
-	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow"
+	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow" --quick-compilation
 
 test-all: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
@@ -27,7 +27,7 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-# The library's own tests on Python 3.12, where pip finds a newer JAX.
+# The library's own tests on Python 3.12, where pip finds a newer JAX, compiled as users compile.
 test-312:
 	@if test -x $(VENV312)/bin/python || $(PYTHON312) -c 'import ensurepip, venv' 2>/dev/null; then \
 		$(MAKE) $(VENV312)/installed && $(VENV312)/bin/python -m pytest $(PYTEST_FLAGS) \

@@ -1,12 +1,12 @@
 """clip_by_matrix_rms: the paper's update clipping, for stacks of matrices too."""
 
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.boxes import map_unboxed
+from adapprox_jax.boxes import is_box, rebox, unbox
 from adapprox_jax.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
@@ -14,6 +14,7 @@ from adapprox_jax.matrix_view import (
     matrix_axes,
     resolve_dimension_numbers,
 )
+from adapprox_jax.together import sums_of
 from adapprox_jax.validation import require
 
 
@@ -52,17 +53,40 @@ def clip_by_matrix_rms(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-        return map_unboxed(partial(_clip, threshold=threshold), updates, numbers), state
+        leaves, structure = jax.tree.flatten(updates, is_leaf=is_box)
+        arrays = [unbox(leaf) for leaf in leaves]
+        clipped = _clip(arrays, structure.flatten_up_to(numbers), threshold)
+        boxed = [rebox(leaf, x) for leaf, x in zip(leaves, clipped, strict=True)]
+        return structure.unflatten(boxed), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _clip(
-    leaf: jax.Array,
-    dimension_numbers: MatrixDimensionNumbers | None,
+    leaves: Sequence[jax.Array],
+    dimension_numbers: Sequence[MatrixDimensionNumbers | None],
     threshold: jax.typing.ArrayLike,
-) -> jax.Array:
-    axes = matrix_axes(leaf.shape, dimension_numbers)
-    wide = leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
-    rms = jnp.sqrt(jnp.mean(wide**2, axis=axes, keepdims=True))
-    return (wide / jnp.maximum(1, rms / threshold)).astype(leaf.dtype)
+) -> list[jax.Array]:
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
+    axes = [matrix_axes(x.shape, n) for x, n in zip(leaves, dimension_numbers, strict=True)]
+    clipped = []
+    for leaf, x, mean_square in zip(leaves, wide, _mean_squares(wide, axes), strict=True):
+        rms = jnp.sqrt(mean_square)
+        clipped.append((x / jnp.maximum(1, rms / threshold)).astype(leaf.dtype))
+    return clipped
+
+
+def _mean_squares(leaves: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Means of squares over some axes, which are kept with size 1.
+
+    Of whole leaves together, so that a hundred vectors do not cost a hundred kernels.
+    """
+    whole = [i for i, x in enumerate(leaves) if x.size and len(axes[i]) == x.ndim]
+    sums = sums_of([jnp.square(leaves[i])[None] for i in whole])
+    of_whole = dict(zip(whole, sums, strict=True))
+    return [
+        (of_whole[i] / x.size).reshape((1,) * x.ndim)
+        if i in of_whole
+        else jnp.mean(jnp.square(x), axis=axes[i], keepdims=True)
+        for i, x in enumerate(leaves)
+    ]

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from adapprox_jax.low_rank import mask_columns, normalize, power_of_two_below, principal_turn
 from adapprox_jax.matrix_step import accumulate_drift, divide_by_root, rounding_bits, unit_scale
@@ -32,6 +31,7 @@ from adapprox_jax.settings import Settings
 from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars, merge_known
+from adapprox_jax.together import sums_of, together
 
 _LARGEST_SLICE = 2**25  # entries of a stack that are worked on at once: 128 MiB in float32
 
@@ -129,15 +129,17 @@ def _step_stacks(
     plans: Sequence[Plan], stacks: Sequence[Matrices]
 ) -> list[tuple[jax.Array, LeafState]]:
     """The phases, for leaves as stacks of matrices."""
+    if not plans:
+        return []
     subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
     orthonormalize = partial(ORTHONORMALIZE[subspace.orthogonalization], rounds=subspace.rounds)
     measured = (plans[0].scalars.step - 1) % rule.rank_interval == 0
 
     stacks = _with_scales(plans, stacks)
-    bases = _together(orthonormalize, _sweep(partial(_image, measured), plans, stacks))
+    bases = together(orthonormalize, _sweep(partial(_image, measured), plans, stacks))
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(stacks, bases)
-        bases = _together(orthonormalize, _sweep(_normal_image, plans, stacks, bases))
+        bases = together(orthonormalize, _sweep(_normal_image, plans, stacks, bases))
     stacks, bases = _made_anew(stacks, bases)
     found = list(zip(bases, _sweep(_project, plans, stacks, bases), strict=True))
 
@@ -152,7 +154,7 @@ def _with_scales(plans: Sequence[Plan], stacks: Sequence[Matrices]) -> list[Matr
     us = [stack.state.u.astype(dtype) for stack, dtype in zip(stacks, wide, strict=True)]
     stacks = [
         stack._replace(largest_u=largest)
-        for stack, largest in zip(stacks, _together(_largest, us), strict=True)
+        for stack, largest in zip(stacks, together(_largest, us), strict=True)
     ]
     scales = _each(_scale, plans, stacks)
     return [stack._replace(scale=scale) for stack, scale in zip(stacks, scales, strict=True)]
@@ -190,7 +192,8 @@ def _cut(
     if any(plan.width > plan.capacity for plan in plans):
         found = _turn(found)
     ranks = [
-        jnp.full_like(stack.state.rank, plan.capacity)
+        # And not the constant, of which each leaf would be given a copy by a kernel of its own.
+        jnp.maximum(stack.state.rank, plan.capacity)
         for plan, stack in zip(plans, stacks, strict=True)
     ]
     return _measure(plans, stacks, found, ranks)
@@ -201,7 +204,7 @@ def _choose(
 ) -> list[Factored]:
     """Algorithm 2 for all leaves: the columns of the first ranks that will do."""
     units = _units(found)
-    residuals = _sweep(_residual, plans, stacks, found, units)
+    residuals = sums_of(_sweep(_residuals, plans, stacks, found, units))
     if plans[0].settings.subspace.rotate:
         found = _turn(found)
     ranks = _each(_rank, plans, found, units, residuals)
@@ -231,11 +234,8 @@ def _measure(
     kept = _each(_kept, plans, stacks, found, ranks)
     units = _units(kept)
     norms = _norms(kept, units)
-    residuals = _sweep(_residual, plans, stacks, kept, units)
-    errors = _together(
-        lambda groups: [_error(*group) for group in groups],
-        list(zip(residuals, units, norms, strict=True)),
-    )
+    residuals = sums_of(_sweep(_residuals, plans, stacks, kept, units))
+    errors = _each(_error, plans, residuals, units, norms)
     return list(map(Factored, kept, ranks, errors, norms))
 
 
@@ -249,38 +249,27 @@ def _turn(found: Sequence[Factors]) -> list[Factors]:
     grams = [
         jax.vmap(unit_gram)(u, unit) for (_, u), unit in zip(found, _units(found), strict=True)
     ]
-    turns = _together(lambda groups: [principal_turn(*group) for group in groups], grams)
+    turns = together(lambda groups: [principal_turn(*group) for group in groups], grams)
     turned = jax.vmap(lambda x, turn: matmul(x, turn.T))
     return [(turned(q, turn), turned(u, turn)) for (q, u), turn in zip(found, turns, strict=True)]
 
 
 def _units(factors: Sequence[Factors]) -> list[jax.Array]:
     """Powers of two near the largest entries of each u: divided by them, squares are numbers."""
-    return [power_of_two_below(x) for x in _together(_largest, [u for _, u in factors])]
+    return [power_of_two_below(x) for x in together(_largest, [u for _, u in factors])]
 
 
 def _norms(factors: Sequence[Factors], units: Sequence[jax.Array]) -> list[jax.Array]:
     """||q u^T|| of each matrix."""
-
-    def norms(groups: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [
-            unit * jnp.sqrt(jnp.sum(jnp.square(u / unit[:, None, None]), axis=(1, 2)))
-            for u, unit in groups
-        ]
-
-    return _together(norms, [(u, unit) for (_, u), unit in zip(factors, units, strict=True)])
+    squares = [
+        jnp.square(u / unit[:, None, None]) for (_, u), unit in zip(factors, units, strict=True)
+    ]
+    return [unit * jnp.sqrt(x) for unit, x in zip(units, sums_of(squares), strict=True)]
 
 
 def _largest(groups: list[jax.Array]) -> list[jax.Array]:
     """Largest magnitude in each matrix of stacks."""
     return [jnp.max(jnp.abs(x), axis=(1, 2)) for x in groups]
-
-
-def _error(residual: jax.Array, unit: jax.Array, norm: jax.Array) -> jax.Array:
-    """Xi from ||A - q u^T||^2 in squared units and ||q u^T||."""
-    norm_squared = residual + jnp.square(norm / unit)
-    error = jnp.sqrt(residual / jnp.where(norm_squared == 0, 1, norm_squared))
-    return error.astype(jnp.float32)
 
 
 def _made_anew(
@@ -314,35 +303,6 @@ def _sweep(
         return jax.lax.map(lambda x: of_matrix(*x), (stack, *more), batch_size=at_once)
 
     return [of_leaf(*leaf) for leaf in zip(plans, stacks, *more, strict=True)]
-
-
-def _together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -> list[Any]:
-    """Calls a function of a list of stacks with those of one shape put together as one.
-
-    Args:
-      function: Of stacks of one type, to as many arrays of the same leading sizes.
-      trees: Stacks, each an array or a tuple of arrays with one leading axis.
-
-    Returns:
-      The results in the order of the trees.
-    """
-    kinds: dict[Any, dict[Any, list[int]]] = {}
-    for i, tree in enumerate(trees):
-        arrays = jax.tree.leaves(tree)
-        kind = tuple(jax.typeof(jnp.zeros_like(x, shape=())) for x in arrays)
-        shape = tuple(x.shape[1:] for x in arrays)
-        kinds.setdefault(kind, {}).setdefault(shape, []).append(i)
-    results: dict[int, Any] = {}
-    for groups in kinds.values():
-        joined = [
-            jax.tree.map(lambda *x: jnp.concatenate(x), *(trees[i] for i in group))
-            for group in groups.values()
-        ]
-        for group, result in zip(groups.values(), function(joined), strict=True):
-            sizes = [jax.tree.leaves(trees[i])[0].shape[0] for i in group]
-            parts = jnp.split(result, np.cumsum(sizes)[:-1])
-            results.update(zip(group, parts, strict=True))
-    return [results[i] for i in range(len(trees))]
 
 
 # What follows is of one matrix.
@@ -389,10 +349,18 @@ def _project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
     return contract(_target(plan, of), q, plan.axis)
 
 
-def _residual(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) -> jax.Array:
-    """||A - q u^T||^2 in squared units."""
+def _residuals(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) -> jax.Array:
+    """What adds up to ||A - q u^T||^2 in squared units."""
     difference = _target(plan, of) - fused_outer(*factors, plan.axis)
-    return jnp.sum(jnp.square(difference / unit))
+    return jnp.sum(jnp.square(difference / unit), axis=1)
+
+
+def _error(plan: Plan, residual: jax.Array, unit: jax.Array, norm: jax.Array) -> jax.Array:
+    """Xi from ||A - q u^T||^2 in squared units and ||q u^T||."""
+    del plan
+    norm_squared = residual + jnp.square(norm / unit)
+    error = jnp.sqrt(residual / jnp.where(norm_squared == 0, 1, norm_squared))
+    return error.astype(jnp.float32)
 
 
 def _rank(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def full_along(
       The array.
     """
     full = jnp.full(shape, value, dtype)
-    explicit = _explicit_sharding(leaf)
+    explicit = explicit_sharding(leaf)
     if explicit is None:
         return full
     spec = PartitionSpec(*select_axes(explicit.spec, axes))
@@ -54,7 +54,7 @@ def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Call
     Returns:
       A function of the same arguments and results.
     """
-    shardings = jax.tree.map(_explicit_sharding, results_like)
+    shardings = jax.tree.map(explicit_sharding, results_like)
     explicit = [sharding for sharding in jax.tree.leaves(shardings) if sharding is not None]
     if not explicit:
         return function
@@ -84,7 +84,7 @@ def varies_no_more(array: jax.Array, like: jax.Array) -> bool:
     return bool(jax.typeof(alone) == jax.typeof(alone | jnp.zeros_like(array, bool, shape=())))
 
 
-def _explicit_sharding(leaf: Any) -> NamedSharding | None:
+def explicit_sharding(leaf: Any) -> NamedSharding | None:
     """The sharding in the type of an array, or of an abstract one; None without explicit axes."""
     is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
     sharding = leaf.sharding if is_abstract else jax.typeof(leaf).sharding

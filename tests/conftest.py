@@ -4,8 +4,8 @@ Most of the suite's time is compilation, and many tests compile what another has
 same functions made anew. A folder of programs, which JAX reads and fills, spares them that. It is
 new in every run, and the workers of xdist and the programs that tests start share it.
 
-With `-m "not slow"` XLA also leaves out most optimizations: nearly all programs run a few steps
-only. Without it, as in `make test-all`, they are compiled as users compile them.
+With `--quick-compilation`, as in `make test`, XLA also leaves out most optimizations: nearly all
+programs run a few steps only. `make test-all` and the run on Python 3.12 compile as users do.
 """
 
 import os
@@ -20,6 +20,10 @@ jax.config.update("jax_num_cpu_devices", 4)
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 
+def pytest_addoption(parser):
+    parser.addoption("--quick-compilation", action="store_true", help="XLA optimizes little")
+
+
 def pytest_configure(config):
     if hasattr(config, "workerinput"):  # a worker has the environment that is set here
         return
@@ -32,7 +36,7 @@ def pytest_configure(config):
     }.items():
         os.environ[name.upper()] = str(value)
         jax.config.update(name, value)
-    if "not slow" in config.option.markexpr:
+    if config.option.quick_compilation:
         flags = f"{os.environ.get('XLA_FLAGS', '')} {QUICK_COMPILATION}"
         if are_known(flags):
             os.environ["XLA_FLAGS"] = flags
