@@ -28,7 +28,7 @@ from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import choose_rank_by_table, fit_columns
 from adapprox_jax.rounding import round_stochastically
 from adapprox_jax.settings import Settings
-from adapprox_jax.sharding import with_automatic_axes
+from adapprox_jax.sharding import varying_alike, with_automatic_axes
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars, merge_known
 from adapprox_jax.together import sums_of, together
@@ -103,18 +103,21 @@ def step_in_phases(
     def all_leaves(
         traced: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
     ) -> list[tuple[jax.Array, LeafState]]:
+        # Not of one leaf, which may vary over devices where others do not.
+        measured = (traced.step - 1) % settings.rank.rank_interval == 0
         plans, stacks = [], []
-        for grad, state, view in zip(grads, states, views, strict=True):
-            scalars = merge_known(known, traced, jnp.promote_types(grad.dtype, jnp.float32))
+        for given, of_leaf, view in zip(grads, states, views, strict=True):
+            own, grad, state = varying_alike((traced, given, of_leaf._replace(nu=())))
+            scalars = merge_known(known, own, jnp.promote_types(grad.dtype, jnp.float32))
             _, rows, columns = view_shape(grad.shape, view)
             axis = 0 if rows <= columns else 1
             plans.append(Plan(scalars, settings, axis, min(rows, columns), state.q.shape[-1]))
-            operands = to_matrices(grad, view), state._replace(nu=())
+            operands = to_matrices(grad, view), state
             depth = len(view.batch)
             flat = jax.tree.map(lambda x, d=depth: x.reshape(-1, *x.shape[d:]), operands)
             stacks.append(Matrices(*flat))
         results = []
-        leaves = zip(_step_stacks(plans, stacks), grads, states, views, strict=True)
+        leaves = zip(_step_stacks(plans, stacks, measured), grads, states, views, strict=True)
         for result, grad, state, view in leaves:
             batch = state.rank.shape
             scaled, new = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
@@ -126,14 +129,13 @@ def step_in_phases(
 
 
 def _step_stacks(
-    plans: Sequence[Plan], stacks: Sequence[Matrices]
+    plans: Sequence[Plan], stacks: Sequence[Matrices], measured: jax.Array
 ) -> list[tuple[jax.Array, LeafState]]:
     """The phases, for leaves as stacks of matrices."""
     if not plans:
         return []
-    subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
+    subspace = plans[0].settings.subspace
     orthonormalize = partial(ORTHONORMALIZE[subspace.orthogonalization], rounds=subspace.rounds)
-    measured = (plans[0].scalars.step - 1) % rule.rank_interval == 0
 
     stacks = _with_scales(plans, stacks)
     bases = together(orthonormalize, _sweep(partial(_image, measured), plans, stacks))
@@ -192,8 +194,7 @@ def _cut(
     if any(plan.width > plan.capacity for plan in plans):
         found = _turn(found)
     ranks = [
-        # And not the constant, of which each leaf would be given a copy by a kernel of its own.
-        jnp.maximum(stack.state.rank, plan.capacity)
+        jnp.full_like(stack.state.rank, plan.capacity)
         for plan, stack in zip(plans, stacks, strict=True)
     ]
     return _measure(plans, stacks, found, ranks)
@@ -276,11 +277,15 @@ def _made_anew(
     stacks: Sequence[Matrices], after: list[jax.Array]
 ) -> tuple[list[Matrices], list[jax.Array]]:
     """The stacks once `after` is there: their targets are made once more, and not kept."""
-    factors, after = jax.lax.optimization_barrier(([s.state.q for s in stacks], after))
+    # Leaf by leaf, because under `jax.shard_map` what leaves a barrier varies as all that enters.
+    pairs = [
+        jax.lax.optimization_barrier((stack.state.q, x))
+        for stack, x in zip(stacks, after, strict=True)
+    ]
     return [
         stack._replace(state=stack.state._replace(q=q))
-        for stack, q in zip(stacks, factors, strict=True)
-    ], after
+        for stack, (q, _) in zip(stacks, pairs, strict=True)
+    ], [x for _, x in pairs]
 
 
 def _each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:
@@ -332,7 +337,9 @@ def _image(measured: jax.Array, plan: Plan, of: Matrices) -> jax.Array:
     """The target times the start, which has more columns where an adaptive rank is chosen."""
     start = start_columns(plan.scalars.draws, plan.width, of.scale.dtype, of.state.u.shape[0])
     if plan.settings.subspace.warm_start:
-        known = jnp.where(of.largest_u > 0, of.state.rank, 0)
+        # A rank that is not read needs no copy before its memory is given to the new one.
+        in_use = plan.capacity if plan.is_fixed else of.state.rank
+        known = jnp.where(of.largest_u > 0, in_use, 0)
         start = warm_start(start, of.state.u, known, 1 / power_of_two_below(of.largest_u))
     if not plan.is_fixed:
         start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))

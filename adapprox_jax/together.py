@@ -1,5 +1,6 @@
 """Small work of many arrays done at once: on accelerators a kernel costs much however small."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.sharding import explicit_sharding
+
+_SMALL = 2**18  # numbers of an array that may be copied
 
 
 def together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -> list[Any]:
@@ -43,7 +46,14 @@ def together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -
 def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """The sum of each of the arrays in stacks, (batch, ...) -> (batch,).
 
-    Along the last axis each by itself, so that no large array is copied, and then together.
+    Of small ones together; large ones are not copied for that.
     """
-    rows = [x.sum(-1) if x.ndim > 2 else x for x in stacks]
-    return together(lambda groups: [x.sum(tuple(range(1, x.ndim))) for x in groups], rows)
+    results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > _SMALL}
+    small = [i for i in range(len(stacks)) if i not in results]
+    sums = together(lambda groups: [_sum(x) for x in groups], [stacks[i] for i in small])
+    results.update(zip(small, sums, strict=True))
+    return [results[i] for i in range(len(stacks))]
+
+
+def _sum(stack: jax.Array) -> jax.Array:
+    return stack.sum(tuple(range(1, stack.ndim)))

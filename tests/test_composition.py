@@ -378,7 +378,8 @@ def test_donation(rank):
             params, state = update(grad, params, state)
             # All but the key and the placeholders, which are passed on as they are.
             assert all(leaf.is_deleted() for leaf in given)
-    chex.assert_trees_all_equal((params, state), run(PLAIN[rank], grads))
+    # To rounding: a program that reuses memory may be fused otherwise.
+    chex.assert_trees_all_close((params, state), run(PLAIN[rank], grads), rtol=1e-5)
 
 
 def test_extra_arguments_are_ignored():
