@@ -237,27 +237,47 @@ DEPENDENT = {
 }  # fmt: skip
 
 
+def cholesky_basis(matrix, rounds=orthonormalize.ROUNDS):
+    given = [matrix[None].astype(np.float32)]
+    (basis,) = jax.jit(orthonormalize.orthonormalize_cholesky, static_argnums=1)(given, rounds)
+    return np.asarray(basis[0], np.float64)
+
+
 @pytest.mark.parametrize("case", DEPENDENT)
 def test_cholesky_needs_no_fallback(case):
     """Orthonormal to rounding, and the span holds the columns."""
     matrix = DEPENDENT[case](np.random.default_rng(0).normal(size=(40, 12)))
-    basis = jax.jit(orthonormalize.orthonormalize_cholesky)(matrix.astype(np.float32))
-    basis = np.asarray(basis, np.float64)
+    basis = cholesky_basis(matrix)
     assert orthonormality(basis) <= 2e-6
     left_out = np.linalg.norm(matrix - basis @ (basis.T @ matrix))
     assert left_out <= 1e-5 * np.linalg.norm(matrix)
 
 
 @pytest.mark.parametrize("width", [13, pytest.param(69, marks=slow), 261])
-def test_cholesky_stops_once_orthonormal(width):
-    """Rounding leaves more than 3 epsilon: rounds that wait for less than that never end."""
-    matrix = np.random.default_rng(0).normal(size=(768, width)).astype(np.float32)
-    _, rounds = jax.jit(orthonormalize.cholesky_rounds)(matrix)
-    assert int(rounds) <= 3
-    _, rounds = jax.jit(orthonormalize.cholesky_rounds)(
-        matrix * np.float32(0.5) ** np.arange(width, dtype=np.float32)
-    )
-    assert int(rounds) <= 8
+def test_fixed_rounds_are_enough_for_any_columns_and_few_for_independent_ones(width):
+    matrix = np.random.default_rng(0).normal(size=(768, width))
+    assert orthonormality(cholesky_basis(matrix, orthonormalize.WARM_ROUNDS)) <= 2e-6
+    assert orthonormality(cholesky_basis(matrix * 0.5 ** np.arange(width))) <= 2e-6
+
+
+@pytest.mark.parametrize("case", DEPENDENT)
+def test_too_few_rounds_make_columns_shorter_and_never_longer(case):
+    """So that a second moment may be underestimated for a step, but is never multiplied."""
+    matrix = DEPENDENT[case](np.random.default_rng(0).normal(size=(40, 12)))
+    for rounds in (1, 2):
+        stretches = np.linalg.svd(cholesky_basis(matrix, rounds), compute_uv=False)
+        assert stretches[0] <= 1 + 1e-5  # the shift is 6e-6, and rounding
+
+
+def test_many_matrices_are_orthonormalized_as_each_alone():
+    """Of other heights, widths and batch sizes, in one factorization."""
+    rng = np.random.default_rng(0)
+    shapes = (2, 30, 5), (1, 24, 8), (3, 30, 5)
+    matrices = [rng.normal(size=shape).astype(np.float32) for shape in shapes]
+    together = jax.jit(orthonormalize.orthonormalize_cholesky)(matrices)
+    for matrix, bases in zip(matrices, together, strict=True):
+        for one, basis in zip(matrix, bases, strict=True):
+            np.testing.assert_allclose(basis, cholesky_basis(one), atol=2e-5)
 
 
 @pytest.mark.parametrize("axis", [0, 1])
