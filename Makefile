@@ -11,7 +11,9 @@ VENV := .venv
 VENV312 := .venv312
 PYTEST_FLAGS := -n 2 --dist worksteal -q
 
-.PHONY: train test test-all test-312 lint
+VENV_DEVICE := .venv-device
+
+.PHONY: train test test-all test-312 lint device-program
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
@@ -36,6 +38,11 @@ test-312:
 		echo "skipped: no Python 3.12 here, so the library was not tested on its newer JAX"; \
 	fi
 
+# What a step becomes on an H100: compiled by CUDA's plugin of JAX, for which no GPU need be there.
+device-program: $(VENV_DEVICE)/installed
+	JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m benchmarks.device_program
+	JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m pytest -q tests/benchmarks/test_device_program.py
+
 # PYENV_VERSION matters only where pyenv has Python 3.12 without having it selected.
 PYTHON312 ?= env PYENV_VERSION=3.12.1 python3.12
 
@@ -49,4 +56,9 @@ $(VENV312)/installed: pyproject.toml
 	$(PYTHON312) -m venv $(VENV312)
 	$(VENV312)/bin/pip install -q --no-compile -e '.[test-library]'
 	$(VENV312)/bin/python -m compileall -q -j 0 $(VENV312)/lib  # on all cores; pip has one
+	touch $@
+
+$(VENV_DEVICE)/installed: pyproject.toml
+	$(PYTHON312) -m venv $(VENV_DEVICE)
+	$(VENV_DEVICE)/bin/pip install -q --no-compile -e '.[test,device-program]'
 	touch $@

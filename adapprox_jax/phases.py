@@ -24,6 +24,7 @@ from adapprox_jax.matrix_step import accumulate_drift, divide_by_root, rounding_
 from adapprox_jax.matrix_view import MatrixView, from_matrices, to_matrices, view_shape
 from adapprox_jax.orthonormalize import ORTHONORMALIZE, unit_columns
 from adapprox_jax.products import column_energies, contract, fused_outer, matmul
+from adapprox_jax.quantization import in_blocks
 from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import choose_rank_by_table, fit_columns
 from adapprox_jax.rounding import round_stochastically
@@ -357,9 +358,12 @@ def _project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
 
 
 def _residuals(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) -> jax.Array:
-    """What adds up to ||A - q u^T||^2 in squared units."""
+    """What adds up to ||A - q u^T||^2 in squared units.
+
+    One number of each block that `quantize` gives a scale: sums of one shape share a kernel.
+    """
     difference = _target(plan, of) - fused_outer(*factors, plan.axis)
-    return jnp.sum(jnp.square(difference / unit), axis=1)
+    return jnp.sum(jnp.square(in_blocks(difference / unit)), axis=-1)
 
 
 def _error(plan: Plan, residual: jax.Array, unit: jax.Array, norm: jax.Array) -> jax.Array:
@@ -378,7 +382,9 @@ def _rank(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) ->
 
 def _kept(plan: Plan, of: Matrices, factors: Factors, rank: jax.Array) -> Factors:
     """The first columns, rounded as the state keeps them, in the type that is worked in."""
-    q, u = (fit_columns(mask_columns(x, rank), plan.capacity) for x in factors)
+    q, u = (fit_columns(x, plan.capacity) for x in factors)
+    if not plan.is_fixed:
+        q, u = mask_columns(q, rank), mask_columns(u, rank)
     rounding = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
     if rounding is not None:
         kept_q, kept_u = map(round_stochastically, (q, u), rounding)

@@ -53,7 +53,7 @@ def quantize(
         raise ValueError(f"noise has shape {shape}; allowed: that of the array, {array.shape}.")
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
     n = array.shape[-1]
-    blocks = _in_blocks(array.astype(jnp.float32))
+    blocks = in_blocks(array.astype(jnp.float32))
     largest_in_block = jnp.max(jnp.abs(blocks), axis=-1)
     scales = jnp.where(
         jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, LARGEST_BFLOAT16)
@@ -75,7 +75,7 @@ def quantize(
     else:
         below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
         low, high = (jnp.sign(code) * jnp.square(code / largest) for code in (below, below + 1))
-        codes = below + (_in_blocks(noise) < (unit - low) / (high - low))
+        codes = below + (in_blocks(noise) < (unit - low) / (high - low))
     codes = codes.astype(jnp.int8).reshape(*array.shape[:-1], blocks.shape[-2] * BLOCK)
     codes = codes[..., : n + n % 2]
     return (codes[..., :n] if bits == 8 else _packed(codes)), scales
@@ -110,7 +110,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     if given != expected:
         raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {expected}.")
     signed = _unpacked(codes) if bits == 4 else codes
-    unit = _in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
+    unit = in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
     numbers = jnp.sign(unit) * jnp.square(unit) * scales.astype(jnp.float32)[..., None]
     return numbers.reshape(*codes.shape[:-1], numbers.shape[-2] * BLOCK)[..., :n]
 
@@ -122,7 +122,7 @@ def quantized_like(
     return jax.eval_shape(lambda x: quantize(x, bits), jax.ShapeDtypeStruct(shape, np.float32))
 
 
-def _in_blocks(array: jax.Array) -> jax.Array:
+def in_blocks(array: jax.Array) -> jax.Array:
     """(..., n) as (..., blocks, 32), with zeros after the last number."""
     missing = -array.shape[-1] % BLOCK
     padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])

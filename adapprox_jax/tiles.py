@@ -63,8 +63,7 @@ def tiling_of(shape: tuple[int, ...]) -> Tiling:
     """
     axis = 0 if shape[0] <= shape[1] else 1
     longer, size = max(shape), shape[0] * shape[1]
-    # Blocks of sharded columns would be gathered.
-    if size <= _LARGEST_WHOLE or (axis == 0 and jax.default_backend() != "cpu"):
+    if size <= _LARGEST_WHOLE:
         return Tiling(1, axis)
     wanted = size / _TILE
     divisors = [d for d in range(1, longer + 1) if longer % d == 0 and d <= 8 * wanted <= 64 * d]

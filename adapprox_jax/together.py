@@ -10,7 +10,7 @@ import numpy as np
 
 from adapprox_jax.sharding import explicit_sharding
 
-_SMALL = 2**18  # numbers of an array that may be copied
+_SMALL = 10**5  # numbers of an array that may be copied
 
 
 def together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -> list[Any]:

@@ -103,6 +103,6 @@ def test_meta_gradients_of_adaptive_ranks_fail_as_documented_and_stop_gradient_h
     tx = adapprox_jax.adapprox(1e-1, initial_rank=1, max_rank=4, min_dim_size_to_factor=1)
     weights = np.random.default_rng(0).normal(size=(24, 40)).astype(np.float32)
     gradient = jax.jit(jax.grad(after_two_steps, argnums=1), static_argnums=(0, 3))
-    with pytest.raises(ValueError, match="(?i)reverse-mode"):
+    with pytest.raises(ValueError, match=r"(?i)reverse-mode"):
         gradient(tx, 1.0, weights, False)
     assert np.isfinite(gradient(tx, 1.0, weights, True))

@@ -1,0 +1,141 @@
+"""What a whole step becomes on an H100, without one: `python -m benchmarks.device_program`.
+
+Compiles update and `apply_updates`, with parameters and state donated, for a GPU that need not be
+there, and counts kernels, library calls, branches and bytes (`program_counts`). `make
+device-program` makes the environment that this needs and runs it there. Results go to
+`results/speed/device_program_<model>.json`.
+"""
+
+import json
+import pathlib
+import shlex
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from tqdm import tqdm
+
+from benchmarks.contenders import CONTENDERS
+from benchmarks.h100 import compile_for_h100, is_available
+from benchmarks.inputs import parameter_shapes
+from benchmarks.program_counts import count
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
+STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
+ROWS = (
+    *("adamw", "adafactor", "came", "muon"),
+    *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 1 to 64"),
+    *(f"adapprox{STACKED}", f"adapprox rank 16{STACKED}"),
+)
+
+
+def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters with those of all layers in one array each, the layer in front."""
+    layers: dict[str, list[jax.ShapeDtypeStruct]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name = jax.tree_util.keystr(tuple(key for key in path if not isinstance(key.key, int)))
+        layers.setdefault(name, []).append(leaf)
+    return {
+        name: jax.ShapeDtypeStruct(
+            (len(of), *of[0].shape) if len(of) > 1 else of[0].shape, of[0].dtype
+        )
+        for name, of in layers.items()
+    }
+
+
+def program_of(tx: optax.GradientTransformation, shapes: Any) -> Any:
+    """The compiled step of an optimizer for parameters of these shapes, in float32."""
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, params)
+    return compile_for_h100(step, params, params, state, donate_argnums=(1, 2))
+
+
+def record_of(name: str, shapes: Any) -> dict[str, Any]:
+    """The counts of one row, of a step that chooses ranks too where that takes longer."""
+    contender = name.removesuffix(STACKED)
+    start = time.perf_counter()
+    compiled = program_of(CONTENDERS[contender](), stacked(shapes) if name != contender else shapes)
+    seconds = time.perf_counter() - start
+    text = compiled.as_text()
+    counts, longest = count(text), count(text, branch="longest")
+    return {
+        "kernels": counts.kernels,
+        "library_calls": counts.library_calls,
+        "library_calls_of_longest_branch": longest.library_calls,
+        "decompositions": longest.decompositions,
+        "branches": counts.branches,
+        "loops_of_unknown_length": longest.loops_of_unknown_length,
+        "gb_moved": counts.nbytes / 1e9,
+        "roofline_ms": 1e3 * counts.seconds,
+        "roofline_ms_of_longest_branch": 1e3 * longest.seconds,
+        "temporaries_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
+        "compile_seconds": seconds,
+    }
+
+
+def main(
+    model: Literal["tiny", "117M", "345M"] = "117M",
+    rows: tuple[str, ...] = ROWS,
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Compiles each optimizer's step, prints a table and writes JSON.
+
+    Args:
+      model: Whose parameters.
+      rows: Names from `benchmarks/contenders.py`, of stacked layers with ", stacked" after them.
+      output: Where the JSON goes.
+    """
+    unknown = [name for name in rows if name.removesuffix(STACKED) not in CONTENDERS]
+    if unknown:
+        allowed = ", ".join(CONTENDERS)
+        raise SystemExit(f"rows has {unknown}; allowed: {allowed}, with {STACKED!r} after it too.")
+    if not is_available():
+        raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
+    shapes = parameter_shapes(model)
+    result = {
+        "command": shlex.join(["python", "-m", "benchmarks.device_program", "--model", model]),
+        "device": "H100, from its description",
+        "jax": jax.__version__,
+        "records": {},
+    }
+    path = output or RESULTS / f"device_program_{model}.json"
+    for name in tqdm(rows, unit="program"):
+        result["records"][name] = record_of(name, shapes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(result["records"])
+    print(f"written: {path}")
+    return result
+
+
+def print_table(records: dict[str, dict[str, Any]]) -> None:
+    """Prints one line a row, with the roofline over that of the first."""
+    first = next(iter(records.values()))["roofline_ms"]
+    columns = [
+        "",
+        "kernels",
+        "library calls",
+        "branches",
+        "GB moved",
+        "roofline ms",
+        "over the first",
+    ]
+    print("| " + " | ".join([*columns, "temporaries MiB"]) + " |")
+    print("| --- |" + " ---: |" * len(columns))
+    for name, r in records.items():
+        cells = [str(r[key]) for key in ("kernels", "library_calls", "branches")]
+        cells += [f"{r[key]:.2f}" for key in ("gb_moved", "roofline_ms")]
+        cells += [f"{r['roofline_ms'] / first:.2f}", f"{r['temporaries_mib']:.0f}"]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

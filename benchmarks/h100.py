@@ -1,0 +1,57 @@
+"""Programs for an H100 without one: XLA compiles from a description of the device.
+
+Needs Python 3.12 with `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12` beside JAX
+(`make device-program` installs them), and neither CUDA's libraries nor a GPU.
+"""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+# Facts of the device, from its data sheet and CUDA's occupancy tables.
+H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000 l2_cache_size: 52428800 device_memory_size: 84978434048
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+
+
+def is_available() -> bool:
+    """Whether JAX's plugin for CUDA is installed, whose compiler this uses."""
+    return importlib.util.find_spec("jax_cuda12_plugin") is not None
+
+
+def compile_for_h100(function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Any:
+    """Compiles a function for one H100.
+
+    Args:
+      function: To be jitted.
+      arguments: Abstract: trees of anything with a shape and a dtype.
+      jit_options: Of `jax.jit`.
+
+    Returns:
+      What `lower(...).compile()` gives.
+    """
+    described = topologies.get_topology_desc(
+        platform="cuda", topology_name="h100", topology="1x1x1", target_config=H100
+    )
+    mesh = topologies.make_mesh(described, (1,), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    return jax.jit(function, **jit_options).lower(*placed).compile()

@@ -1,0 +1,188 @@
+"""What a compiled GPU program does, read from its text: kernels, calls, branches, bytes.
+
+The time is a roofline and no measurement: each kernel costs its bytes at the memory's bandwidth or
+a launch, whichever is more; a branch or a loop of unknown length a round trip to the host; a
+library's call what `CALLS` says. Floating-point work is left out. Good for comparing two programs,
+and for seeing what will hurt.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from typing import Any, Literal, NamedTuple
+
+BANDWIDTH = 3.35e12  # bytes a second, of an H100
+LAUNCH, ROUND_TRIP = 2.5e-6, 20e-6  # seconds
+# Seconds of a library's call, of one small matrix as of a hundred.
+CALLS = {
+    "gesvdj": 700e-6,
+    "gesvd": 2000e-6,
+    "syev": 300e-6,
+    "potrf": 20e-6,
+    "geqrf": 100e-6,
+    "orgqr": 100e-6,
+    "triangularSolve": 10e-6,
+    "trsm": 10e-6,
+}
+DECOMPOSITIONS = ("gesvdj", "gesvd", "syev")
+_NARROW = ("pred", "s4", "u4")  # a byte each
+_KERNELS = {
+    *("fusion", "dot", "custom-call", "cholesky", "triangular-solve", "rng-bit-generator"),
+    *("reduce", "sort", "scatter", "gather", "transpose", "convert", "copy", "broadcast", "iota"),
+    *("slice", "dynamic-slice", "dynamic-update-slice", "concatenate", "pad", "select", "compare"),
+    *("add", "multiply"),
+}
+
+
+class Instruction(NamedTuple):
+    """One line of a computation."""
+
+    name: str
+    shape: str
+    operation: str
+    rest: str  # operands and attributes
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of what it works on."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
+
+    def attribute(self, pattern: str) -> str | None:
+        """The group of a pattern in the attributes."""
+        found = re.search(pattern, self.rest)
+        return found.group(1) if found else None
+
+
+Computations = dict[str, list[Instruction]]
+
+
+@dataclasses.dataclass
+class Counts:
+    """Of one execution of a program."""
+
+    kernels: int = 0
+    library_calls: int = 0
+    decompositions: int = 0  # of these SVDs and eigendecompositions
+    branches: int = 0
+    loops_of_unknown_length: int = 0
+    nbytes: int = 0  # read and written by kernels
+    seconds: float = 0.0  # by the roofline
+
+    def add(self, other: "Counts", times: int = 1) -> None:
+        """Adds what another part of the program does, `times` times."""
+        for field in dataclasses.fields(self):
+            more = times * getattr(other, field.name)
+            setattr(self, field.name, getattr(self, field.name) + more)
+
+
+def count(text: str, branch: Literal["shortest", "longest"] = "shortest") -> Counts:
+    """Counts what a program does.
+
+    Args:
+      text: Of the optimized program, `compiled.as_text()`.
+      branch: Which branch is taken where there are several, by its time.
+
+    Returns:
+      The counts of one execution.
+    """
+    return _count(_computations(text), "ENTRY", min if branch == "shortest" else max)
+
+
+def _computations(text: str) -> Computations:
+    found: Computations = {}
+    name = ""
+    for line in text.splitlines():
+        head = re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line)
+        if head:
+            name = "ENTRY" if head.group(1) else head.group(2)
+            found[name] = []
+        elif name:
+            line_of = re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$", line)
+            if line_of:
+                found[name].append(Instruction(*line_of.groups()))
+    return found
+
+
+def _count(computations: Computations, name: str, choose: Any) -> Counts:
+    total = Counts()
+    shapes: dict[str, str] = {}
+    for instruction in computations.get(name, ()):
+        shapes[instruction.name] = instruction.shape
+        if instruction.operation == "while":
+            body = instruction.attribute(r"body=%([\w.\-]+)") or ""
+            trips = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
+            if trips is None:
+                total.add(Counts(loops_of_unknown_length=1, seconds=2 * ROUND_TRIP))
+            total.add(_count(computations, body, choose), int(trips or 1))
+        elif instruction.operation == "conditional":
+            total.add(Counts(branches=1, seconds=ROUND_TRIP))
+            branches = (_count(computations, one, choose) for one in _branches(instruction))
+            total.add(choose(branches, key=lambda counts: counts.seconds))
+        elif instruction.operation in ("call", "async-start"):
+            called = instruction.attribute(r"(?:to_apply|calls)=%([\w.\-]+)")
+            total.add(_count(computations, called or "", choose))
+        elif instruction.operation in _KERNELS:
+            total.add(_kernel(computations, instruction, shapes))
+    return total
+
+
+def _branches(conditional: Instruction) -> list[str]:
+    named = conditional.attribute(r"branch_computations=\{([^}]*)\}")
+    if named is not None:
+        return re.findall(r"%([\w.\-]+)", named)
+    return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", conditional.rest)
+
+
+def _kernel(computations: Computations, instruction: Instruction, shapes: dict[str, str]) -> Counts:
+    nbytes = _bytes_moved(computations, instruction, shapes)
+    target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
+    library = next((name for name in CALLS if name in target), None)
+    if library is None:
+        return Counts(kernels=1, nbytes=nbytes, seconds=max(nbytes / BANDWIDTH, LAUNCH))
+    is_decomposition = library in DECOMPOSITIONS
+    return Counts(1, 1, int(is_decomposition), nbytes=nbytes, seconds=CALLS[library])
+
+
+def _bytes_moved(computations: Computations, kernel: Instruction, shapes: dict[str, str]) -> int:
+    """Bytes read and written: of an array that is only sliced or updated in place, the part."""
+    read = [_nbytes(shapes.get(operand, "")) for operand in kernel.operands]
+    written = _nbytes(kernel.shape)
+    inside = computations.get(kernel.attribute(r"calls=%([\w.\-]+)") or "", [])
+    local = {one.name: one.shape for one in inside}
+    index_of = {one.name: int(one.rest.split(")")[0]) for one in inside if _is_parameter(one)}
+    parameter_of = {name: name for name in index_of}  # bitcasts stand for a parameter, too
+    parts: collections.Counter[str] = collections.Counter()
+    whole: set[str] = set()
+    for one in inside:
+        used = [parameter_of[name] for name in one.operands if name in parameter_of]
+        first = one.operands[0] if one.operands else ""
+        if one.operation in ("bitcast", "reshape") and used:
+            parameter_of[one.name] = used[0]
+        elif one.operation == "dynamic-slice" and first in parameter_of:
+            parts[used[0]] += _nbytes(one.shape)
+        elif one.operation == "dynamic-update-slice" and first in parameter_of:
+            update = _nbytes(local.get(one.operands[1], ""))
+            parts[used[0]] += update
+            written -= _nbytes(one.shape) - update
+            whole.update(parameter_of[x] for x in one.operands[1:] if x in parameter_of)
+        else:
+            whole.update(used)
+    for name, index in index_of.items():
+        if name not in whole and name in parts and index < len(read):
+            read[index] = min(read[index], parts[name])
+    return max(written, 0) + sum(read)
+
+
+def _is_parameter(instruction: Instruction) -> bool:
+    return instruction.operation == "parameter"
+
+
+def _nbytes(shape: str) -> int:
+    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
+    return sum(_bytes_of(t) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in arrays)
+
+
+def _bytes_of(dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return 1 if dtype in _NARROW or bits is None else int(bits.group()) // 8

@@ -1,0 +1,230 @@
+"""The step as accelerators take it, run here on the CPU, and as it is lowered for them."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adapprox_jax
+from adapprox_jax.rank import choose_rank, choose_rank_by_table
+from adapprox_jax.settings import RankRule
+
+SHAPES = {"tall": (40, 24), "stack": (2, 24, 40), "vector": (40,)}
+FIXED = {
+    "default": dict(max_rank=4),
+    "oversampled": dict(max_rank=4, oversampling=3, b2=0.9),
+    "moment": dict(max_rank=4, approximate="moment", eps_root=1e-8),
+    "cold": dict(max_rank=4, warm_start=False, power_iterations=3, bias_correction=True),
+    "qr in bfloat16": dict(max_rank=4, orthogonalization="qr", factor_dtype=jnp.bfloat16),
+    "many columns": dict(max_rank=20),  # cut to 14
+}
+
+
+@pytest.fixture
+def in_phases(monkeypatch):
+    """Takes the way of accelerators from here on."""
+
+    def switch():
+        def of_accelerators(*operands, cpu, default):
+            return default(*operands)
+
+        monkeypatch.setattr(jax.lax, "platform_dependent", of_accelerators)
+
+    return switch
+
+
+def gradients(steps, shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = {name: np.exp(rng.normal(size=shape)) for name, shape in shapes.items()}
+    return [
+        {name: (rng.normal(size=x.shape) * x).astype(np.float32) for name, x in sizes.items()}
+        for _ in range(steps)
+    ]
+
+
+def run(tx, grads, init=None):
+    """All updates and the last state."""
+    state, update, all_updates = init or tx.init(grads[0]), jax.jit(tx.update), []
+    for grad in grads:
+        updates, state = update(grad, state)
+        all_updates.append(updates)
+    return all_updates, state
+
+
+@pytest.mark.parametrize("settings", FIXED.values(), ids=FIXED)
+def test_a_fixed_rank_takes_the_same_steps_in_phases(settings, in_phases):
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
+    grads = gradients(11, SHAPES)  # the error is measured at the last of them
+    expected, expected_state = run(tx, grads)
+    in_phases()
+    actual, state = run(tx, grads)
+    for one, other in zip(actual, expected, strict=True):
+        for name in SHAPES:
+            difference = np.linalg.norm(one[name] - other[name])
+            assert difference <= 1e-4 * np.linalg.norm(other[name]), name
+    for name in SHAPES:
+        np.testing.assert_array_equal(state.rank[name], expected_state.rank[name])
+        np.testing.assert_allclose(state.error[name], expected_state.error[name], rtol=1e-3)
+
+
+def test_measured_at_every_step_drift_is_that_of_an_interval_of_one(in_phases):
+    grads = gradients(6, {"wide": (24, 40)})
+    settings = dict(max_rank=4, min_dim_size_to_factor=1)
+    _, expected = run(adapprox_jax.scale_by_adapprox(rank_interval=1, **settings), grads)
+    in_phases()
+    _, state = run(adapprox_jax.scale_by_adapprox(**settings), grads)
+    np.testing.assert_allclose(state.drift["wide"], expected.drift["wide"], rtol=1e-3)
+
+
+@pytest.mark.parametrize("margin", [0, 2])
+def test_adaptive_ranks_in_phases_are_as_good(margin, in_phases):
+    """Other columns beyond the rank are worked on, so that updates are not the same to the bit."""
+    shapes = {"a": (48, 72), "b": (72, 48), "stack": (2, 48, 72), "small": (5, 6)}
+    tx = adapprox_jax.scale_by_adapprox(
+        b2=0.99, initial_rank=1, max_rank=24, error_threshold=0.15, rank_growth=lambda error: 3,
+        rank_interval=5, rank_margin=margin, min_dim_size_to_factor=1,
+    )  # fmt: skip
+    grads = gradients(16, shapes)
+    exact = dict.fromkeys(shapes, 0)
+    for grad in grads:
+        exact = {name: 0.99 * exact[name] + 0.01 * x.astype(float) ** 2 for name, x in grad.items()}
+
+    def distances(updates):
+        expected = {name: x / np.sqrt(exact[name]) for name, x in grads[-1].items()}
+        return {
+            name: np.linalg.norm(updates[name] - x) / np.linalg.norm(x)
+            for name, x in expected.items()
+        }
+
+    expected, expected_state = run(tx, grads)
+    in_phases()
+    actual, state = run(tx, grads)
+    for name in shapes:
+        assert distances(actual[-1])[name] <= 1.1 * distances(expected[-1])[name]
+        difference = np.asarray(state.rank[name]) - np.asarray(expected_state.rank[name])
+        assert np.max(np.abs(difference)) <= 3, "at most one growth apart"
+        factors = np.asarray(state.q[name]), np.asarray(state.u[name])
+        in_use = [np.count_nonzero(np.any(x, axis=-2), axis=-1) for x in factors]
+        np.testing.assert_array_equal(in_use, [state.rank[name]] * 2)
+    assert len({int(x) for x in jax.tree.leaves(jax.tree.map(jnp.max, state.rank))}) > 1
+
+
+def test_ranks_stay_between_the_steps_that_choose_them(in_phases):
+    in_phases()
+    tx = adapprox_jax.scale_by_adapprox(
+        initial_rank=1, max_rank=8, error_threshold=0.0, rank_interval=3, min_dim_size_to_factor=1
+    )
+    (first, second, third, fourth), _ = gradients(4, {"a": (24, 40)}), None
+    update, state = jax.jit(tx.update), tx.init(first)
+    seen = []
+    for grad in (first, second, third, fourth):
+        state = state._replace(rank={"a": jnp.asarray(3, jnp.int32)})
+        _, state = update(grad, state)
+        seen.append(int(state.rank["a"]))
+    assert seen == [8, 3, 3, 8]
+
+
+@pytest.mark.parametrize("magnitude", [1e-20, 1e15])
+@pytest.mark.parametrize("approximate", ["root", "moment"])
+def test_magnitudes_in_phases(magnitude, approximate, in_phases):
+    """Without eps the updates do not depend on the scale, and a sudden change breaks nothing."""
+    in_phases()
+    tx = adapprox_jax.scale_by_adapprox(
+        max_rank=4, eps=1e-30, approximate=approximate, min_dim_size_to_factor=1
+    )
+    grads = gradients(6, {"a": (24, 40)})
+    if approximate == "root" or magnitude > 1:  # 1e-40 is no normal float32
+        expected, _ = run(tx, grads)
+        actual, _ = run(tx, [{"a": magnitude * g["a"]} for g in grads])
+        np.testing.assert_allclose(actual[-1]["a"], expected[-1]["a"], rtol=1e-3, atol=1e-4)
+    _, state = run(tx, grads)
+    updates, state = run(tx, [{"a": magnitude * g["a"]} for g in grads], state)
+    for leaf in jax.tree.leaves((updates, state)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            assert np.all(np.isfinite(leaf))
+
+
+def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
+    in_phases()
+    tx = adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1)
+    grads = gradients(3, {"stack": (5, 24, 40)})
+    expected, _ = run(tx, grads)
+    jax.clear_caches()
+    monkeypatch.setattr("adapprox_jax.phases._LARGEST_SLICE", 2 * 24 * 40)
+    actual, _ = run(tx, grads)
+    np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("first", [1, 4])
+def test_the_table_leads_to_the_rank_of_the_loop(margin, first):
+    rng = np.random.default_rng(0)
+    growths = (lambda error: 0, lambda error: 3, lambda error: jnp.floor(9 * error), jnp.exp)
+    capacity = 13
+    for growth in growths:
+        rule = RankRule(first, capacity, 1, growth, margin)
+        wanted = jnp.asarray(min(first + margin, capacity), jnp.int32)
+        for _ in range(5):
+            energies = np.sort(rng.exponential(size=16).astype(np.float32) ** 4)[::-1]
+            residual = jnp.asarray(0.01 * energies.sum())
+            for threshold in (0.0, 0.11, 0.2, 0.4, 0.8, 2.0, np.nan):
+                common = jnp.asarray(energies), residual
+                by_loop = choose_rank(*common, wanted, capacity, capacity, threshold, rule)
+                by_table = choose_rank_by_table(*common, capacity, threshold, rule)
+                assert int(by_table) == int(by_loop)
+
+
+def lowered(platform, leaves=2, shape=(70, 90), **settings):
+    """The program of an update for a platform that need not be there."""
+    tx = adapprox_jax.adapprox(1e-3, **settings)
+    params = {str(i): jnp.zeros(shape) for i in range(leaves)} | {"bias": jnp.zeros(90)}
+    traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params), params)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def calls(text):
+    return re.findall(
+        r"stablehlo\.custom_call @(\w+)|\"?stablehlo\.(cholesky|triangular_solve)", text
+    )
+
+
+def branches(text):
+    """Those that are left to be taken, and not decided by the platform: with a traced predicate."""
+    constants = set(re.findall(r"(%\w+) = stablehlo\.constant", text))
+    predicates = re.findall(r"stablehlo\.(?:case|if)\"?\((%\w+)\)", text)
+    decided = re.findall(r"(%\w+) = \"stablehlo\.case\"\((%\w+)\)", text)
+    known = constants | {result for result, predicate in decided if predicate in constants}
+    return [predicate for predicate in predicates if predicate not in known]
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_rank": 16}, {"mu_dtype": "int8"}], ids=["default", "rank 16", "8 bits"]
+)
+def test_a_fixed_rank_has_no_branch_no_loop_and_no_svd_on_accelerators(settings, platform):
+    text = lowered(platform, **settings)
+    assert not branches(text)
+    assert "stablehlo.while" not in text
+    assert not re.search(r"(?i)gesvd|syev|jacobi|eigh|svd", text)
+    if platform == "cuda":  # on a TPU they are parts of the compiler
+        count = len(calls(text))
+        assert 0 < count <= 20
+        assert len(calls(lowered(platform, leaves=5, **settings))) == count
+
+
+def test_adaptive_ranks_have_one_branch_on_accelerators():
+    text = lowered("cuda", initial_rank=1, max_rank=24)
+    assert len(branches(text)) == 1
+    assert "stablehlo.while" not in text
+    count = len(calls(text))
+    assert count <= 40
+    assert len(calls(lowered("cuda", leaves=5, initial_rank=1, max_rank=24))) == count
+
+
+def test_the_platform_decides_and_not_the_host():
+    """On this host, which has a CPU, the program for one still measures in a branch."""
+    assert branches(lowered("cpu"))
+    assert not branches(lowered("cuda"))
