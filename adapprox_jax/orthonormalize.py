@@ -10,7 +10,7 @@ import numpy as np
 from adapprox_jax.products import contract, matmul
 
 ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to rounding
-WARM_ROUNDS = 3  # enough where the columns are nearly those of the step before
+WARM_ROUNDS = 2  # enough where they are nearly those of the step before
 
 
 def orthonormalize_qr(matrices: Sequence[jax.Array], rounds: int = ROUNDS) -> list[jax.Array]:

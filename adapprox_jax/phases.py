@@ -135,8 +135,9 @@ def _step_stacks(
     """The phases, for leaves as stacks of matrices."""
     if not plans:
         return []
-    subspace = plans[0].settings.subspace
-    orthonormalize = partial(ORTHONORMALIZE[subspace.orthogonalization], rounds=subspace.rounds)
+    subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
+    rounds = max(subspace.rounds(plan.width, plan.capacity, rule) for plan in plans)
+    orthonormalize = partial(ORTHONORMALIZE[subspace.orthogonalization], rounds=rounds)
 
     stacks = _with_scales(plans, stacks)
     bases = together(orthonormalize, _sweep(partial(_image, measured), plans, stacks))

@@ -124,6 +124,7 @@ def decompose(
     subspace: Subspace,
     measured: jax.Array,
     *,
+    rounds: int,
     turned: bool,
 ) -> Decomposition:
     """Algorithm 1 at the width of an image, with what tells the error at every rank.
@@ -134,13 +135,14 @@ def decompose(
       image: A times the start, (m, width).
       subspace: How to go on from there.
       measured: Whether the residual is asked for: it costs a sweep.
+      rounds: Of Cholesky QR.
       turned: Whether the columns are put in order of falling singular value.
 
     Returns:
       Factors and energies of `width` columns.
     """
     q = subspace_iteration(
-        products, image, subspace.power_iterations, subspace.orthogonalization, subspace.rounds
+        products, image, subspace.power_iterations, subspace.orthogonalization, rounds
     )
     u = products.project(q)
     residual = residual_energy(products, q, u, measured)
@@ -326,7 +328,8 @@ def decompose_at_rank(
         known = width == first_image.shape[1]
         image = first_image if known else products.image(start_of(width))
         turned = subspace.turns(width, capacity, rule)
-        found = decompose(products, image, subspace, measured, turned=turned)
+        rounds = subspace.rounds(width, capacity, rule)
+        found = decompose(products, image, subspace, measured, rounds=rounds, turned=turned)
         q, u = (fit_columns(x, capacity) for x in (found.q, found.u))
         return Decomposition(q, u, fit_columns(found.energies, widest), found.residual)
 

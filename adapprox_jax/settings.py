@@ -115,10 +115,14 @@ class Subspace:
         """
         return min(size + (self.oversampling if self.rotate else 0), rows)
 
-    @property
-    def rounds(self) -> int:
-        """Rounds of Cholesky QR for each orthonormal basis."""
-        return WARM_ROUNDS if self.warm_start and self.power_iterations == 1 else ROUNDS
+    def rounds(self, width: int, capacity: int, rule: RankRule) -> int:
+        """Rounds of Cholesky QR for an orthonormal basis of `width` columns.
+
+        Of a warm start two do, and three where some of its columns are random.
+        """
+        if not self.warm_start or self.power_iterations > 1:
+            return ROUNDS
+        return WARM_ROUNDS + int(width > capacity or not rule.is_fixed(capacity))
 
 
 @dataclasses.dataclass(frozen=True)
