@@ -4,13 +4,13 @@ from importlib.metadata import version
 
 from adapprox_jax.clipping import clip_by_matrix_rms
 from adapprox_jax.from_adam import from_adam
+from adapprox_jax.growth import sampling_threshold, sigmoid_growth
 from adapprox_jax.inspect import RankInfo, rank_report, state_nbytes
 from adapprox_jax.low_rank import srsi
 from adapprox_jax.matrix_view import MatrixDimensionNumbers
 from adapprox_jax.momentum import GuidedEmaState, guided_ema
 from adapprox_jax.optimizer import PAPER, adapprox
 from adapprox_jax.quantization import dequantize, quantize
-from adapprox_jax.rank import sampling_threshold, sigmoid_growth
 from adapprox_jax.resize import grow, resize
 from adapprox_jax.second_moment import scale_by_adapprox
 from adapprox_jax.settings import STATIC_ARGS

@@ -1,6 +1,7 @@
 """clip_by_matrix_rms: the paper's update clipping, for stacks of matrices too."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +54,7 @@ def clip_by_matrix_rms(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+        structure: Any
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_box)
         arrays = [unbox(leaf) for leaf in leaves]
         clipped = _clip(arrays, structure.flatten_up_to(numbers), threshold)

@@ -48,14 +48,14 @@ def step_leaves(
       For each leaf the scaled gradient in its type, and the new state.
     """
     known, traced = split_known(scalars)
-    static = {"known": known, "views": views, "settings": settings}
-    in_turn, in_phases = (partial(f, **static) for f in (step_in_turn, step_all_in_phases))
+    in_turn = partial(step_in_turn, known=known, views=views, settings=settings)
+    in_phases = partial(step_all_in_phases, known=known, views=views, settings=settings)
     operands = traced, list(grads), list(states)
     arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return jax.lax.platform_dependent(*operands, cpu=in_turn, default=in_phases)
     platforms = {d.platform for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
-    return (in_turn if platforms <= {"cpu"} else in_phases)(*operands)
+    return in_turn(*operands) if platforms <= {"cpu"} else in_phases(*operands)
 
 
 def step_in_turn(

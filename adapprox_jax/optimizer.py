@@ -8,9 +8,9 @@ import optax
 
 from adapprox_jax.approximation import Approximate
 from adapprox_jax.clipping import clip_by_matrix_rms
+from adapprox_jax.growth import PAPERS_GROWTH
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
-from adapprox_jax.rank import PAPERS_GROWTH
 from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
 from adapprox_jax.validation import is_zero, require, require_flag

@@ -14,6 +14,7 @@ import optax
 
 from adapprox_jax.approximation import Approximate
 from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.growth import PAPERS_GROWTH
 from adapprox_jax.leaf_step import step_leaves
 from adapprox_jax.matrix_view import (
     WeightDimensionNumbers,
@@ -22,7 +23,6 @@ from adapprox_jax.matrix_view import (
     resolve_dimension_numbers,
 )
 from adapprox_jax.random_start import RandomStart, check_key, draw_start, require_key
-from adapprox_jax.rank import PAPERS_GROWTH
 from adapprox_jax.settings import (
     Orthogonalization,
     RankGrowth,

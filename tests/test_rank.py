@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adapprox_jax.growth import sigmoid_growth
 from adapprox_jax.products import products_of
 from adapprox_jax.random_start import draw_start, start_columns, warm_start
-from adapprox_jax.rank import Factors, choose_rank, decompose_at_rank, sigmoid_growth, truncate
+from adapprox_jax.rank import Factors, choose_rank, decompose_at_rank, truncate
 from adapprox_jax.settings import RankRule, Subspace, resolve_capacity
 
 

@@ -1,0 +1,170 @@
+"""What one step does with one matrix in each of the phases (`phases`).
+
+Nothing here branches or loops, so that `jax.vmap` makes it work of a stack of matrices. V is never
+divided by a scale before it is known: the target's average holds at any scale (`Approximation`),
+or the scale follows the gradient.
+"""
+
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.low_rank import mask_columns, normalize, power_of_two_below
+from adapprox_jax.matrix_step import accumulate_drift, divide_by_root, rounding_bits, unit_scale
+from adapprox_jax.products import column_energies, contract, fused_outer
+from adapprox_jax.quantization import in_blocks
+from adapprox_jax.random_start import start_columns, warm_start
+from adapprox_jax.rank import choose_rank_by_table, fit_columns
+from adapprox_jax.rounding import round_stochastically
+from adapprox_jax.settings import Settings
+from adapprox_jax.state import LeafState
+from adapprox_jax.step_scalars import StepScalars
+
+
+class Plan(NamedTuple):
+    """What is the same for all matrices of a leaf, and known but for the numbers of the step."""
+
+    scalars: StepScalars
+    settings: Settings
+    axis: int  # of a matrix of the gradient, along which q stands
+    rows: int  # the shorter side
+    capacity: int  # columns of the buffers
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the rank is that of the buffers."""
+        return self.settings.rank.is_fixed(self.capacity)
+
+    @property
+    def width(self) -> int:
+        """Columns worked on: those of the buffers, and p more."""
+        return self.settings.subspace.width(self.capacity, self.rows)
+
+
+class Matrices(NamedTuple):
+    """The matrices of a leaf as a stack: each array has a leading axis; or one of them, without."""
+
+    grad: jax.Array  # (m, n) or (n, m)
+    state: LeafState
+    largest_u: jax.Array  # magnitude
+    scale: jax.Array  # what G is divided by, a power of two
+
+
+Factors: TypeAlias = tuple[jax.Array, jax.Array]  # q and u in units of the target's scale
+
+
+class Factored(NamedTuple):
+    """What a stack is factored as: the columns to keep."""
+
+    factors: Factors
+    rank: jax.Array
+    error: jax.Array
+    norm: jax.Array  # ||q u^T||
+
+
+def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
+    """What G is divided by: 1 where no square of it is taken by itself."""
+    approximation = plan.settings.approximation
+    if not approximation.scale_follows_gradient:
+        return jnp.ones_like(largest_u)
+    return unit_scale(grad, largest_u, approximation)
+
+
+def target_of(plan: Plan, of: Matrices) -> jax.Array:
+    """The target, divided by its scale, in the shape of the gradient."""
+    approximation = plan.settings.approximation
+    q, u = (x.astype(of.scale.dtype) for x in (of.state.q, of.state.u))
+    product = fused_outer(q, u / approximation.of_scale(of.scale), plan.axis)
+    return approximation.average(jnp.maximum(product, 0), gradient_of(of), plan.scalars.b2)
+
+
+def gradient_of(of: Matrices) -> jax.Array:
+    """G, divided by its scale."""
+    return of.grad.astype(of.scale.dtype) / of.scale
+
+
+def image_of(measured: jax.Array, plan: Plan, of: Matrices) -> jax.Array:
+    """The target times the start, which has more columns where an adaptive rank is chosen."""
+    start = start_columns(plan.scalars.draws, plan.width, of.scale.dtype, of.state.u.shape[0])
+    if plan.settings.subspace.warm_start:
+        # A rank that is not read needs no copy before its memory is given to the new one.
+        in_use = plan.capacity if plan.is_fixed else of.state.rank
+        known = jnp.where(of.largest_u > 0, in_use, 0)
+        start = warm_start(start, of.state.u, known, 1 / power_of_two_below(of.largest_u))
+    if not plan.is_fixed:
+        start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))
+    return contract(target_of(plan, of), start, 1 - plan.axis)
+
+
+def normal_image_of(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
+    """The target times A^T q, for one more iteration."""
+    target = target_of(plan, of)
+    unit_u, _ = normalize(contract(target, q, plan.axis))
+    return contract(target, unit_u, 1 - plan.axis)
+
+
+def project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
+    """U = A^T q."""
+    return contract(target_of(plan, of), q, plan.axis)
+
+
+def residuals_of(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) -> jax.Array:
+    """What adds up to ||A - q u^T||^2 in squared units.
+
+    One number of each block that `quantize` gives a scale: sums of one shape share a kernel.
+    """
+    difference = target_of(plan, of) - fused_outer(*factors, plan.axis)
+    return jnp.sum(jnp.square(in_blocks(difference / unit)), axis=-1)
+
+
+def error_of(plan: Plan, residual: jax.Array, unit: jax.Array, norm: jax.Array) -> jax.Array:
+    """Xi from ||A - q u^T||^2 in squared units and ||q u^T||."""
+    del plan
+    norm_squared = residual + jnp.square(norm / unit)
+    error = jnp.sqrt(residual / jnp.where(norm_squared == 0, 1, norm_squared))
+    return error.astype(jnp.float32)
+
+
+def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:
+    """The first rank that will do."""
+    energies = column_energies(factors[1] / unit)
+    threshold = plan.scalars.error_threshold
+    return choose_rank_by_table(energies, residual, plan.capacity, threshold, plan.settings.rank)
+
+
+def kept_columns(plan: Plan, of: Matrices, factors: Factors, rank: jax.Array) -> Factors:
+    """The first columns, rounded as the state keeps them, in the type that is worked in."""
+    q, u = (fit_columns(x, plan.capacity) for x in factors)
+    if not plan.is_fixed:
+        q, u = mask_columns(q, rank), mask_columns(u, rank)
+    rounding = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
+    if rounding is not None:
+        kept_q, kept_u = map(round_stochastically, (q, u), rounding)
+    else:
+        kept_q, kept_u = q.astype(of.state.q.dtype), u.astype(of.state.u.dtype)
+    return kept_q.astype(q.dtype), kept_u.astype(u.dtype)
+
+
+def quotient_of(plan: Plan, of: Matrices) -> jax.Array:
+    """The gradient over the root of V, in its type."""
+    approximation = plan.settings.approximation
+    scaled = divide_by_root(
+        gradient_of(of), target_of(plan, of), plan.scalars, approximation, of.scale
+    )
+    return scaled.astype(of.grad.dtype)
+
+
+def new_state(plan: Plan, of: Matrices, new: Factored) -> LeafState:
+    """The state that is kept of new factors."""
+    (q, u), rank, error, norm = new
+    target_scale = plan.settings.approximation.of_scale(of.scale)
+    decay = plan.settings.approximation.drift_decay(plan.scalars.b2)
+    return LeafState(
+        q.astype(of.state.q.dtype),
+        (u * target_scale).astype(of.state.u.dtype),
+        rank,
+        error,
+        accumulate_drift(of.state.drift, error, target_scale * norm, decay),
+        (),
+    )
