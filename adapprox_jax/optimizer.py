@@ -108,7 +108,7 @@ def adapprox(
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
       shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`. An
-      update cannot be differentiated backwards (docs/algorithm.md, "Wrappers").
+      update with an adaptive rank cannot be differentiated backwards (docs/algorithm.md).
 
     Raises:
       ValueError: an argument is out of range, or neither clipping nor bias correction is on.

@@ -109,8 +109,8 @@ def scale_by_adapprox(
         leaf, so that an update does not depend on the order or the stacking of leaves.
 
     Returns:
-      An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update cannot be
-      differentiated backwards: a loop in it waits for orthonormal columns.
+      An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update can be
+      differentiated where the rank is fixed; with an adaptive one not backwards, for its loops.
 
     Raises:
       ValueError: an argument is out of range, or a function gives what it must not.

@@ -1,0 +1,104 @@
+"""Counting what a program does, and what ours do on an H100 where its compiler is installed."""
+
+import json
+
+import pytest
+
+from benchmarks import device_program, h100, program_counts
+from benchmarks.inputs import parameter_shapes
+
+PROGRAM = """
+%fused (p.0: f32[1024,8], p.1: s32[]) -> f32[1,8] {
+  %p.0 = f32[1024,8]{1,0} parameter(0)
+  %p.1 = s32[] parameter(1)
+  ROOT %part = f32[1,8]{1,0} dynamic-slice(%p.0, %p.1, %p.1), dynamic_slice_sizes={1,8}
+}
+
+%body (c: f32[256]) -> f32[256] {
+  %c = f32[256]{0} parameter(0)
+  ROOT %twice = f32[256]{0} add(%c, %c)
+}
+
+%cheap (x: f32[256]) -> f32[256] {
+  %x = f32[256]{0} parameter(0)
+  ROOT %copy.1 = f32[256]{0} copy(%x)
+}
+
+%dear (x.1: f32[256]) -> f32[256] {
+  %x.1 = f32[256]{0} parameter(0)
+  ROOT %call.1 = f32[256]{0} custom-call(%x.1), custom_call_target="cusolver_gesvdj_ffi"
+}
+
+ENTRY %main (a: f32[1024,8], i: s32[], v: f32[256], b: bf16[1000]) -> f32[256] {
+  %a = f32[1024,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %v = f32[256]{0} parameter(2)
+  %b = bf16[1000]{0} parameter(3)
+  %slice = f32[1,8]{1,0} fusion(%a, %i), kind=kLoop, calls=%fused
+  %wide = f32[1000]{0} convert(%b)
+  %k = f32[256]{0} while(%v), body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %open = f32[256]{0} while(%k), condition=%c, body=%body
+  ROOT %end = f32[256]{0} conditional(%i, %open, %open), branch_computations={%cheap, %dear}
+}
+"""
+
+
+def test_counts_of_a_program():
+    shortest = program_counts.count(PROGRAM)
+    assert (shortest.branches, shortest.loops_of_unknown_length) == (1, 1)
+    assert shortest.kernels == 2 + 5 + 1 + 1  # slice and convert, two loops, a copy
+    assert shortest.library_calls == 0
+    # The slice alone of what is sliced; each vector of the additions twice read and once written.
+    assert shortest.nbytes == (32 + 32 + 4) + (2000 + 4000) + 6 * 3 * 1024 + 2 * 1024
+    launches = 9 * program_counts.LAUNCH
+    assert shortest.seconds == pytest.approx(launches + 3 * program_counts.ROUND_TRIP)
+    longest = program_counts.count(PROGRAM, branch="longest")
+    assert (longest.library_calls, longest.decompositions) == (1, 1)
+    assert longest.seconds > shortest.seconds
+
+
+def test_layers_are_stacked_and_nothing_else():
+    shapes = device_program.stacked(parameter_shapes("117M"))
+    assert shapes["['blocks']['expand']['kernel']"].shape == (12, 768, 3072)
+    assert shapes["['blocks']['expand']['bias']"].shape == (12, 3072)
+    assert shapes["['tokens']['embedding']"].shape == (50304, 768)
+
+
+def test_bad_rows_and_a_missing_compiler_are_named(monkeypatch):
+    with pytest.raises(SystemExit, match=r"rows has \['adam'\]; allowed: adamw, "):
+        device_program.main(rows=("adam",))
+    monkeypatch.setattr(device_program, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="make device-program"):
+        device_program.main(rows=("adamw",))
+
+
+needs_compiler = pytest.mark.skipif(not h100.is_available(), reason="no compiler for an H100 here")
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "row", ["adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox, stacked"]
+)
+def test_a_step_never_waits_for_the_host(row):
+    record = device_program.record_of(row, parameter_shapes("tiny"))
+    assert record["branches"] == record["loops_of_unknown_length"] == record["decompositions"] == 0
+    assert record["library_calls"] <= 4
+    # Of 18 matrices and 34 vectors; 16 or fewer a matrix, whatever the number of leaves.
+    assert record["kernels"] <= 500
+
+
+@needs_compiler
+def test_adaptive_ranks_ask_the_host_once():
+    record = device_program.record_of("adapprox 1 to 64", parameter_shapes("tiny"))
+    assert record["branches"] == 1
+    assert record["loops_of_unknown_length"] == 0
+    assert record["library_calls_of_longest_branch"] <= 40
+
+
+@needs_compiler
+def test_records_are_written(tmp_path):
+    path = tmp_path / "records.json"
+    device_program.main(model="tiny", rows=("adamw",), output=path)
+    record = json.loads(path.read_text())["records"]["adamw"]
+    assert record["kernels"] > 0
+    assert record["gb_moved"] == pytest.approx(28e-9 * 875264, rel=0.2)
