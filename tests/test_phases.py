@@ -167,13 +167,18 @@ def test_the_table_leads_to_the_rank_of_the_loop(margin, first):
     for growth in growths:
         rule = RankRule(first, capacity, 1, growth, margin)
         wanted = jnp.asarray(min(first + margin, capacity), jnp.int32)
+
+        @jax.jit
+        def both(energies, residual, threshold, rule=rule, wanted=wanted):
+            common = energies, residual
+            by_loop = choose_rank(*common, wanted, capacity, capacity, threshold, rule)
+            return by_loop, choose_rank_by_table(*common, capacity, threshold, rule)
+
         for _ in range(5):
             energies = np.sort(rng.exponential(size=16).astype(np.float32) ** 4)[::-1]
-            residual = jnp.asarray(0.01 * energies.sum())
+            residual = 0.01 * energies.sum()
             for threshold in (0.0, 0.11, 0.2, 0.4, 0.8, 2.0, np.nan):
-                common = jnp.asarray(energies), residual
-                by_loop = choose_rank(*common, wanted, capacity, capacity, threshold, rule)
-                by_table = choose_rank_by_table(*common, capacity, threshold, rule)
+                by_loop, by_table = both(energies, residual, threshold)
                 assert int(by_table) == int(by_loop)
 
 
