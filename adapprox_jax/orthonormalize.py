@@ -10,7 +10,6 @@ import numpy as np
 from adapprox_jax.products import contract, matmul
 
 ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to rounding
-_MOST_UNROLLED = 3
 WARM_ROUNDS = 2  # enough where they are nearly those of the step before
 
 
@@ -63,7 +62,7 @@ def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS)
         ]
 
     bases = [unit_columns(x) for x in matrices]
-    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=rounds <= _MOST_UNROLLED)
+    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=rounds <= WARM_ROUNDS)
 
 
 def unit_columns(matrix: jax.Array) -> jax.Array:

@@ -63,6 +63,11 @@ class Factored(NamedTuple):
     norm: jax.Array  # ||q u^T||
 
 
+def is_measured(step: jax.Array, settings: Settings) -> jax.Array:
+    """Whether ranks are chosen at this step."""
+    return (step - 1) % settings.rank.rank_interval == 0
+
+
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
     """What G is divided by: 1 where no square of it is taken by itself."""
     approximation = plan.settings.approximation
@@ -84,7 +89,7 @@ def gradient_of(of: Matrices) -> jax.Array:
     return of.grad.astype(of.scale.dtype) / of.scale
 
 
-def image_of(measured: jax.Array, plan: Plan, of: Matrices) -> jax.Array:
+def image_of(plan: Plan, of: Matrices) -> jax.Array:
     """The target times the start, which has more columns where an adaptive rank is chosen."""
     start = start_columns(plan.scalars.draws, plan.width, of.scale.dtype, of.state.u.shape[0])
     if plan.settings.subspace.warm_start:
@@ -93,6 +98,7 @@ def image_of(measured: jax.Array, plan: Plan, of: Matrices) -> jax.Array:
         known = jnp.where(of.largest_u > 0, in_use, 0)
         start = warm_start(start, of.state.u, known, 1 / power_of_two_below(of.largest_u))
     if not plan.is_fixed:
+        measured = is_measured(plan.scalars.step, plan.settings)
         start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))
     return contract(target_of(plan, of), start, 1 - plan.axis)
 

@@ -29,6 +29,7 @@ from adapprox_jax.phase_parts import (
     Plan,
     error_of,
     image_of,
+    is_measured,
     kept_columns,
     new_state,
     normal_image_of,
@@ -42,7 +43,7 @@ from adapprox_jax.products import column_energies, contract, matmul
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding import varying_alike, with_automatic_axes
 from adapprox_jax.state import LeafState
-from adapprox_jax.step_scalars import StepScalars, merge_known
+from adapprox_jax.step_scalars import StepScalars, join_known, merge_known, split_known
 from adapprox_jax.together import sums_of, together
 
 _LARGEST_SLICE = 2**25  # entries of a stack that are worked on at once: 128 MiB in float32
@@ -75,7 +76,7 @@ def step_in_phases(
         traced: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
     ) -> list[tuple[jax.Array, LeafState]]:
         # Not of one leaf, which may vary over devices where others do not.
-        measured = (traced.step - 1) % settings.rank.rank_interval == 0
+        measured = is_measured(traced.step, settings)
         plans, flat = [], []
         for given, of_leaf, view in zip(grads, states, views, strict=True):
             own, grad, state = varying_alike((traced, given, of_leaf._replace(nu=())))
@@ -109,7 +110,7 @@ def _step_stacks(
     rounds = max(subspace.rounds(plan.width, plan.capacity, rule) for plan in plans)
     orthonormalize = partial(ORTHONORMALIZE[subspace.orthogonalization], rounds=rounds)
 
-    bases = together(orthonormalize, _sweep(partial(image_of, measured), plans, stacks))
+    bases = together(orthonormalize, _sweep(image_of, plans, stacks))
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(stacks, bases)
         bases = together(orthonormalize, _sweep(normal_image_of, plans, stacks, bases))
@@ -270,21 +271,43 @@ def _made_anew(
 
 def _each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:
     """A function of a plan and one matrix for all matrices of all leaves."""
-    leaves = zip(plans, *operands, strict=True)
-    return [jax.vmap(partial(function, plan))(*leaf) for plan, *leaf in leaves]
+    return [
+        _of_stack(function, plan, None, leaf) for plan, *leaf in zip(plans, *operands, strict=True)
+    ]
 
 
 def _sweep(
     function: Callable[..., Any], plans: Sequence[Plan], stacks: Sequence[Matrices], *more: Any
 ) -> list[Any]:
     """`_each`, with as many matrices of a stack at once as there may be targets in memory."""
-
-    def of_leaf(plan: Plan, stack: Matrices, *more: Any) -> Any:
+    results = []
+    for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
         batch, rows, columns = stack.grad.shape
         at_once = max(_LARGEST_SLICE // max(rows * columns, 1), 1)
-        of_matrix = partial(function, plan)
-        if batch <= at_once:
-            return jax.vmap(of_matrix)(stack, *more)
-        return jax.lax.map(lambda x: of_matrix(*x), (stack, *more), batch_size=at_once)
+        at_once_or_all = at_once if at_once < batch else None
+        results.append(_of_stack(function, plan, at_once_or_all, [stack, *rest]))
+    return results
 
-    return [of_leaf(*leaf) for leaf in zip(plans, stacks, *more, strict=True)]
+
+def _of_stack(
+    function: Callable[..., Any], plan: Plan, at_once: int | None, operands: Sequence[Any]
+) -> Any:
+    """A function of a plan and one matrix for all of a stack, or for some `at_once`."""
+    known, traced = split_known(plan.scalars)
+    static = plan._replace(scalars=known)
+    return _of_stack_traced_once(traced, list(operands), function, static, at_once)
+
+
+# Leaves of one shape share what is traced: tracing all of 117M would take longer than all else.
+@partial(jax.jit, static_argnums=(2, 3, 4))
+def _of_stack_traced_once(
+    traced: StepScalars,
+    operands: list[Any],
+    function: Callable[..., Any],
+    static: Plan,
+    at_once: int | None,
+) -> Any:
+    plan = static._replace(scalars=join_known(static.scalars, traced))
+    if at_once is None:
+        return jax.vmap(partial(function, plan))(*operands)
+    return jax.lax.map(lambda x: function(plan, *x), tuple(operands), batch_size=at_once)

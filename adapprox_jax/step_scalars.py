@@ -37,9 +37,14 @@ def merge_known(
     known: StepScalars, traced: StepScalars, dtype: jax.typing.DTypeLike
 ) -> StepScalars:
     """Undoes `split_known`; hyperparameters that are arrays get the type that is worked in."""
-    pairs: Any = zip(known, traced, strict=True)
-    merged = StepScalars(*(array if number is None else number for number, array in pairs))
+    merged = join_known(known, traced)
     names = ("b2", "eps", "eps_root", "correction", "error_threshold")
     arrays = {name: x for name in names if isinstance(x := getattr(merged, name), jax.Array)}
     changes: Any = {name: x.astype(dtype) for name, x in arrays.items()}
     return merged._replace(**changes)
+
+
+def join_known(known: StepScalars, traced: StepScalars) -> StepScalars:
+    """Undoes `split_known`."""
+    pairs: Any = zip(known, traced, strict=True)
+    return StepScalars(*(array if number is None else number for number, array in pairs))

@@ -222,11 +222,11 @@ def test_a_fixed_rank_has_no_branch_no_loop_and_no_svd_on_accelerators(settings,
 
 def test_adaptive_ranks_have_one_branch_on_accelerators():
     text = lowered("cuda", initial_rank=1, max_rank=24)
-    assert len(branches(text)) == 1
-    assert "stablehlo.while" not in text
-    count = len(calls(text))
-    assert count <= 40
-    assert len(calls(lowered("cuda", leaves=5, initial_rank=1, max_rank=24))) == count
+    of_more = lowered("cuda", leaves=5, initial_rank=1, max_rank=24)
+    assert len(branches(text)) == len(branches(of_more)) == 1
+    # The rounds of Cholesky QR, whose number is known.
+    assert text.count("stablehlo.while") == of_more.count("stablehlo.while") == 1
+    assert len(calls(text)) == len(calls(of_more)) <= 40 / 3
 
 
 def test_the_platform_decides_and_not_the_host():
