@@ -15,7 +15,7 @@ class Approximation(NamedTuple):
     of_moment: Callable[[Any], Any]  # V -> target
     to_moment: Callable[[jax.Array], jax.Array]  # target -> V
     root: Callable[[jax.Array], jax.Array]  # target -> sqrt(V)
-    of_scale: Callable[[jax.Array], jax.Array]  # s, where G is divided by it -> what the target is
+    of_scale: Callable[[jax.Array], jax.Array]  # divisor of G -> divisor of the target
     # target, G, b2 -> the target of b2 V + (1 - b2) G^2; of the root at any scale of the two
     average: Callable[[jax.Array, jax.Array, Any], jax.Array]
     drift_decay: Callable[[Any], Any]  # b2 -> how a distance of targets shrinks over one average

@@ -35,7 +35,7 @@ def step_leaves(
     views: tuple[MatrixView, ...],
     settings: Settings,
 ) -> list[tuple[jax.Array, LeafState]]:
-    """One step for all leaves, as the platform likes it that the step is compiled for.
+    """One step for all leaves, in the way that suits the platform it is compiled for.
 
     Args:
       scalars: The numbers of this step.

@@ -62,6 +62,7 @@ def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS)
         ]
 
     bases = [unit_columns(x) for x in matrices]
+    # More rounds in a loop of known length: each unrolled one is compiled for every leaf.
     return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=rounds <= WARM_ROUNDS)
 
 

@@ -1,8 +1,8 @@
 """What one step does with one matrix in each of the phases (`phases`).
 
-Nothing here branches or loops, so that `jax.vmap` makes it work of a stack of matrices. V is never
-divided by a scale before it is known: the target's average holds at any scale (`Approximation`),
-or the scale follows the gradient.
+Nothing here branches or loops, so that `jax.vmap` makes it work of a stack of matrices. To choose a
+scale by the state alone would need a branch at the first step: here the average of roots holds at
+any scale (`Approximation.average`), and where V itself is factored the scale follows the gradient.
 """
 
 from typing import NamedTuple, TypeAlias
@@ -20,6 +20,7 @@ from adapprox_jax.rounding import round_stochastically
 from adapprox_jax.settings import Settings
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars
+from adapprox_jax.validation import is_zero
 
 
 class Plan(NamedTuple):
@@ -64,12 +65,12 @@ class Factored(NamedTuple):
 
 
 def is_measured(step: jax.Array, settings: Settings) -> jax.Array:
-    """Whether ranks are chosen at this step."""
+    """Whether ranks are chosen at this step; on a CPU errors, too, are measured at these alone."""
     return (step - 1) % settings.rank.rank_interval == 0
 
 
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
-    """What G is divided by: 1 where no square of it is taken by itself."""
+    """What G is divided by: 1 for the root, whose average and quotient hold at any scale."""
     approximation = plan.settings.approximation
     if not approximation.scale_follows_gradient:
         return jnp.ones_like(largest_u)
@@ -154,10 +155,13 @@ def kept_columns(plan: Plan, of: Matrices, factors: Factors, rank: jax.Array) ->
 
 def quotient_of(plan: Plan, of: Matrices) -> jax.Array:
     """The gradient over the root of V, in its type."""
-    approximation = plan.settings.approximation
-    scaled = divide_by_root(
-        gradient_of(of), target_of(plan, of), plan.scalars, approximation, of.scale
-    )
+    approximation, scalars = plan.settings.approximation, plan.scalars
+    gradient, target = gradient_of(of), target_of(plan, of)
+    if approximation.scale_follows_gradient or is_zero(scalars.eps_root):
+        scaled = divide_by_root(gradient, target, scalars, approximation, of.scale)
+    else:  # not through the square of the root, which may overflow
+        root = jnp.hypot(target / jnp.sqrt(scalars.correction), jnp.sqrt(scalars.eps_root))
+        scaled = gradient / (root + scalars.eps)
     return scaled.astype(of.grad.dtype)
 
 

@@ -1,4 +1,4 @@
-"""One step of all factored leaves in phases, as accelerators like it.
+"""One step of all factored leaves in phases, the way that suits accelerators.
 
 There a small decomposition costs the same for one matrix as for a hundred, and a branch or a loop
 of unknown length is a round trip to the host. So what is small is done for all leaves together, and
@@ -8,8 +8,8 @@ what is large leaf by leaf:
 2. together: orthonormal bases of the images;
 3. each leaf: the target once more, A^T q, the error, the quotient.
 
-The target is never kept from one phase to another, and nothing waits for the host but one branch
-of adaptive ranks, for the steps that choose them.
+The target is not kept from one phase to another, for which barriers stand between them, and nothing
+waits for the host but one branch of adaptive ranks, whose steps choose them or not.
 """
 
 from collections.abc import Callable, Sequence
@@ -144,8 +144,8 @@ def _factor(
 ) -> list[Factored]:
     """From the factors of all columns worked on those to keep.
 
-    Those of a fixed rank are measured at every step, which costs less than to ask. Where there are
-    others, one branch decides for all of them whether their ranks are chosen.
+    Those of a fixed rank are measured at every step, which costs less than a branch. Where there
+    are others, one branch decides for all of them whether their ranks are chosen.
     """
     factored: dict[int, Factored] = {}
     for is_fixed in (True, False):

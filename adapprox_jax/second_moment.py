@@ -88,7 +88,7 @@ def scale_by_adapprox(
         `approximate="root"` this is the error of the root. Or a function from the step, from 1, to
         it, as `sampling_threshold` gives.
       rank_interval: Steps between choices of the rank, at least 1. The error, too, is measured at
-        these steps alone.
+        these steps alone; of a fixed rank on accelerators at every step.
       rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
       rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0. What
         those leave out gathers there over the steps, so that a low rank can be seen to be too low.
@@ -110,7 +110,8 @@ def scale_by_adapprox(
 
     Returns:
       An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update can be
-      differentiated where the rank is fixed; with an adaptive one not backwards, for its loops.
+      differentiated where the rank is fixed (NaN where a gradient is exactly 0, as of any square
+      root); with an adaptive one not backwards, for the loops that it has on CPUs.
 
     Raises:
       ValueError: an argument is out of range, or a function gives what it must not.

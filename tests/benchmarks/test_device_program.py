@@ -4,6 +4,9 @@ import json
 
 import pytest
 
+pytest.importorskip("flax")
+pytest.importorskip("tyro")
+
 from benchmarks import device_program, h100, program_counts
 from benchmarks.inputs import parameter_shapes
 
