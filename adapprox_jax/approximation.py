@@ -28,14 +28,15 @@ def _identity(x: Any) -> Any:
     return x
 
 
-def _average_of_moments(moment: jax.Array, grad: jax.Array, b2: Any) -> jax.Array:
+def average_of_moments(moment: jax.Array, grad: jax.Array, b2: Any) -> jax.Array:
+    """b2 V + (1 - b2) G^2, elementwise."""
     return moment * b2 + jnp.square(grad) * (1 - b2)
 
 
 def _average_of_roots(root: jax.Array, grad: jax.Array, b2: Any) -> jax.Array:
     largest = jnp.maximum(root, jnp.abs(grad))
     unit = jnp.where(largest == 0, 1, largest)
-    return largest * jnp.sqrt(_average_of_moments(jnp.square(root / unit), grad / unit, b2))
+    return largest * jnp.sqrt(average_of_moments(jnp.square(root / unit), grad / unit, b2))
 
 
 APPROXIMATIONS: dict[str, Approximation] = {
@@ -44,7 +45,7 @@ APPROXIMATIONS: dict[str, Approximation] = {
         to_moment=_identity,
         root=jnp.sqrt,
         of_scale=jnp.square,
-        average=_average_of_moments,
+        average=average_of_moments,
         drift_decay=_identity,
         scale_follows_gradient=True,
     ),

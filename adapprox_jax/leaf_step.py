@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.approximation import APPROXIMATIONS
-from adapprox_jax.matrix_step import average, divide_by_root, step_matrix
+from adapprox_jax.approximation import APPROXIMATIONS, average_of_moments
+from adapprox_jax.matrix_step import divide_by_root, step_matrix
 from adapprox_jax.matrix_view import (
     MatrixView,
     from_matrices,
@@ -174,7 +174,7 @@ def step_dense(
     fall again, and `optax.apply_if_finite`, which looks at gradients alone, would not see it.
     """
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    nu = average(state.nu, wide, scalars.b2)
+    nu = average_of_moments(state.nu, wide, scalars.b2)
     nu = jnp.where(jnp.isfinite(wide), jnp.minimum(nu, float(np.finfo(nu.dtype).max)), nu)
     scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))

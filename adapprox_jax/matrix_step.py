@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.approximation import Approximation
+from adapprox_jax.approximation import Approximation, average_of_moments
 from adapprox_jax.products import contract, outer, tiled_products
 from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import Factors, decompose_at_rank, size_index, truncate
@@ -64,7 +64,7 @@ def step_matrix(
     start = start_of(subspace.width(rule.sizes(capacity, rows)[0], rows))
     image, scaled = image_and_quotient(moment, start, scalars, settings.approximation, grad.dtype)
     products = tiled_products(moment.target, moment.tiling)
-    measured = (scalars.step - 1) % rule.rank_interval == 0
+    measured = rule.is_measured(scalars.step)
     previous = Factors(q.astype(dtype), u.astype(dtype), rank, error)
     decomposition, rank = decompose_at_rank(
         products, start_of, image, previous, measured, scalars.error_threshold, rule, subspace
@@ -121,7 +121,7 @@ def second_moment_of(
             rows_of=lambda u: tiling.take(u, 0, tile),
         )
         previous = approximation.to_moment(jnp.maximum(product, 0))
-        return approximation.of_moment(average(previous, gradient(tile), scalars.b2))
+        return approximation.of_moment(average_of_moments(previous, gradient(tile), scalars.b2))
 
     return SecondMoment(tiling, scale, target_scale, gradient, target), largest_u
 
@@ -214,11 +214,6 @@ def product_in_use(
 
     branches = [partial(product_of, size) for size in sizes]
     return jax.lax.switch(size_index(sizes, state.rank), branches, state.q, state.u)
-
-
-def average(previous: jax.Array, grad: jax.Array, b2: jax.typing.ArrayLike) -> jax.Array:
-    """b2 V + (1 - b2) G^2, elementwise."""
-    return previous * b2 + jnp.square(grad) * (1 - b2)
 
 
 def divide_by_root(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from adapprox_jax.low_rank import mask_columns, normalize, power_of_two_below
 from adapprox_jax.matrix_step import accumulate_drift, divide_by_root, rounding_bits, unit_scale
-from adapprox_jax.products import column_energies, contract, fused_outer
+from adapprox_jax.products import column_energies, contract, contract_in_parts, fused_outer
 from adapprox_jax.quantization import in_blocks
 from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import choose_rank_by_table, fit_columns
@@ -29,6 +29,7 @@ class Plan(NamedTuple):
     scalars: StepScalars
     settings: Settings
     axis: int  # of a matrix of the gradient, along which q stands
+    batch: int  # matrices
     rows: int  # the shorter side
     capacity: int  # columns of the buffers
 
@@ -36,6 +37,11 @@ class Plan(NamedTuple):
     def is_fixed(self) -> bool:
         """Whether the rank is that of the buffers."""
         return self.settings.rank.is_fixed(self.capacity)
+
+    @property
+    def most_parts(self) -> int:
+        """Of a long sum: several matrices keep all cores busy without."""
+        return 64 if self.batch == 1 else 1
 
     @property
     def width(self) -> int:
@@ -52,21 +58,35 @@ class Matrices(NamedTuple):
     scale: jax.Array  # what G is divided by, a power of two
 
 
-Factors: TypeAlias = tuple[jax.Array, jax.Array]  # q and u in units of the target's scale
+ThinFactors: TypeAlias = tuple[jax.Array, jax.Array]  # q and u in units of the target's scale
 
 
-class Factored(NamedTuple):
-    """What a stack is factored as: the columns to keep."""
+class Choice(NamedTuple):
+    """Which columns of the factors of a stack are kept."""
 
-    factors: Factors
-    rank: jax.Array
+    turn: jax.Array | None  # that puts the best first
+    rank: jax.Array  # how many then stay
+    residual: jax.Array  # ||A - q u^T||^2 of those, in squared units; NaN where it is not measured
+
+
+class ErrorParts(NamedTuple):
+    """What tells the errors of a stack of matrices, an array (batch,) each."""
+
+    residual: jax.Array  # ||A - q u^T||^2 in squared units, if it is new
+    norm: jax.Array  # ||q u^T|| in units
+    unit: jax.Array
+    is_new: jax.Array
+    last_error: jax.Array
+    last_drift: jax.Array
+    decay: jax.Array  # of the drift
+
+
+class Errors(NamedTuple):
+    """Of a stack of matrices, an array (batch,) each."""
+
     error: jax.Array
-    norm: jax.Array  # ||q u^T||
-
-
-def is_measured(step: jax.Array, settings: Settings) -> jax.Array:
-    """Whether ranks are chosen at this step; on a CPU errors, too, are measured at these alone."""
-    return (step - 1) % settings.rank.rank_interval == 0
+    drift: jax.Array
+    too_early: jax.Array  # false
 
 
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
@@ -90,8 +110,12 @@ def gradient_of(of: Matrices) -> jax.Array:
     return of.grad.astype(of.scale.dtype) / of.scale
 
 
-def image_of(plan: Plan, of: Matrices) -> jax.Array:
-    """The target times the start, which has more columns where an adaptive rank is chosen."""
+def image_of(plan: Plan, of: Matrices) -> tuple[jax.Array, jax.Array]:
+    """The target times the start, which has more columns where an adaptive rank is chosen.
+
+    In parts, (parts, m, width), which are still to be added, as in `normal_image_of`; and the
+    largest entries of the target along its last axis.
+    """
     start = start_columns(plan.scalars.draws, plan.width, of.scale.dtype, of.state.u.shape[0])
     if plan.settings.subspace.warm_start:
         # A rank that is not read needs no copy before its memory is given to the new one.
@@ -99,16 +123,19 @@ def image_of(plan: Plan, of: Matrices) -> jax.Array:
         known = jnp.where(of.largest_u > 0, in_use, 0)
         start = warm_start(start, of.state.u, known, 1 / power_of_two_below(of.largest_u))
     if not plan.is_fixed:
-        measured = is_measured(plan.scalars.step, plan.settings)
+        measured = plan.settings.rank.is_measured(plan.scalars.step)
         start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))
-    return contract(target_of(plan, of), start, 1 - plan.axis)
+    target = target_of(plan, of)
+    return contract_in_parts(target, start, 1 - plan.axis, plan.most_parts), jnp.max(
+        target, axis=-1
+    )
 
 
 def normal_image_of(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
     """The target times A^T q, for one more iteration."""
     target = target_of(plan, of)
     unit_u, _ = normalize(contract(target, q, plan.axis))
-    return contract(target, unit_u, 1 - plan.axis)
+    return contract_in_parts(target, unit_u, 1 - plan.axis, plan.most_parts)
 
 
 def project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
@@ -116,7 +143,7 @@ def project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
     return contract(target_of(plan, of), q, plan.axis)
 
 
-def residuals_of(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) -> jax.Array:
+def residuals_of(plan: Plan, of: Matrices, factors: ThinFactors, unit: jax.Array) -> jax.Array:
     """What adds up to ||A - q u^T||^2 in squared units.
 
     One number of each block that `quantize` gives a scale: sums of one shape share a kernel.
@@ -125,22 +152,35 @@ def residuals_of(plan: Plan, of: Matrices, factors: Factors, unit: jax.Array) ->
     return jnp.sum(jnp.square(in_blocks(difference / unit)), axis=-1)
 
 
-def error_of(plan: Plan, residual: jax.Array, unit: jax.Array, norm: jax.Array) -> jax.Array:
-    """Xi from ||A - q u^T||^2 in squared units and ||q u^T||."""
-    del plan
-    norm_squared = residual + jnp.square(norm / unit)
-    error = jnp.sqrt(residual / jnp.where(norm_squared == 0, 1, norm_squared))
-    return error.astype(jnp.float32)
+def error_parts(
+    plan: Plan, of: Matrices, residual: jax.Array, norm: jax.Array, unit: jax.Array
+) -> ErrorParts:
+    """What `errors_of` is asked for."""
+    step, settings = plan.scalars.step, plan.settings
+    unit = unit * settings.approximation.of_scale(of.scale)
+    is_new = jnp.asarray(True) if plan.is_fixed else settings.rank.is_measured(step)
+    decay = jnp.asarray(settings.approximation.drift_decay(plan.scalars.b2), of.state.drift.dtype)
+    return ErrorParts(residual, norm, unit, is_new, of.state.error, of.state.drift, decay)
 
 
-def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:
+def errors_of(parts: ErrorParts) -> Errors:
+    """Xi, measured or the last one known, and the estimate of the distance from exact targets."""
+    norm_squared = parts.residual + jnp.square(parts.norm)
+    error = jnp.sqrt(parts.residual / jnp.where(norm_squared == 0, 1, norm_squared))
+    error = jnp.where(parts.is_new, error.astype(parts.last_error.dtype), parts.last_error)
+    drift = accumulate_drift(parts.last_drift, error, parts.unit * parts.norm, parts.decay)
+    # Never true, and not known before the error is.
+    return Errors(error, drift, error < 0)
+
+
+def rank_of(plan: Plan, factors: ThinFactors, unit: jax.Array, residual: jax.Array) -> jax.Array:
     """The first rank that will do."""
     energies = column_energies(factors[1] / unit)
     threshold = plan.scalars.error_threshold
     return choose_rank_by_table(energies, residual, plan.capacity, threshold, plan.settings.rank)
 
 
-def kept_columns(plan: Plan, of: Matrices, factors: Factors, rank: jax.Array) -> Factors:
+def kept_columns(plan: Plan, of: Matrices, factors: ThinFactors, rank: jax.Array) -> ThinFactors:
     """The first columns, rounded as the state keeps them, in the type that is worked in."""
     q, u = (fit_columns(x, plan.capacity) for x in factors)
     if not plan.is_fixed:
@@ -165,16 +205,17 @@ def quotient_of(plan: Plan, of: Matrices) -> jax.Array:
     return scaled.astype(of.grad.dtype)
 
 
-def new_state(plan: Plan, of: Matrices, new: Factored) -> LeafState:
-    """The state that is kept of new factors."""
-    (q, u), rank, error, norm = new
-    target_scale = plan.settings.approximation.of_scale(of.scale)
-    decay = plan.settings.approximation.drift_decay(plan.scalars.b2)
-    return LeafState(
-        q.astype(of.state.q.dtype),
-        (u * target_scale).astype(of.state.u.dtype),
-        rank,
-        error,
-        accumulate_drift(of.state.drift, error, target_scale * norm, decay),
-        (),
+def new_state(
+    plan: Plan, of: Matrices, factors: ThinFactors, rank: jax.Array, errors: Errors
+) -> LeafState:
+    """The state that is kept of new factors.
+
+    Until the old factors have been read for the last time, for the residual, the new ones cannot
+    take their memory, and would have to be copied there.
+    """
+    q, u = factors
+    u = u * plan.settings.approximation.of_scale(of.scale)
+    new = LeafState(q, u, rank, errors.error, errors.drift, ())
+    return jax.tree.map(
+        lambda x, last: jnp.where(errors.too_early, 0, x).astype(last.dtype), new, of.state
     )

@@ -17,6 +17,7 @@ from adapprox_jax.tiles import Tiling, sweep
 # than the small entries of a second moment can lose.
 _PRECISION = jax.lax.Precision.HIGHEST
 _MOST_OUTER_PRODUCTS = 16
+_SHORTEST_PART = 128  # entries of a long sum
 
 
 def matmul(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -40,6 +41,35 @@ def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
     # XLA's product with a transposed first operand takes ten times as long on CPUs, and without
     # the barrier it would turn this form into that one.
     return jax.lax.optimization_barrier(matmul(factor.T, matrix)).T
+
+
+def contract_in_parts(matrix: jax.Array, factor: jax.Array, axis: int, most: int = 64) -> jax.Array:
+    """`contract` of a long axis, as the products of its parts, which are still to be added.
+
+    On accelerators one sum of few results keeps few cores busy, so that XLA parts it, and pads a
+    copy of the matrix where it likes another length. The number of parts is a power of two, which
+    suits a mesh.
+
+    Args:
+      matrix: (m, n).
+      factor: (m, width) for axis 0, (n, width) for axis 1.
+      axis: Of the matrix, summed over.
+      most: How many parts there may be.
+
+    Returns:
+      (parts, n, width) for axis 0; (parts, m, width) for axis 1.
+    """
+    length = matrix.shape[axis]
+    parts = 1
+    while 2 * parts <= most and length % (8 * parts) == 0 and length >= 2 * parts * _SHORTEST_PART:
+        parts *= 2
+    in_parts = (*matrix.shape[:axis], parts, length // parts, *matrix.shape[axis + 1 :])
+    return jnp.einsum(
+        "pmn,pmk->pnk" if axis == 0 else "mpn,pnk->pmk",
+        matrix.reshape(in_parts),
+        factor.reshape(parts, length // parts, factor.shape[1]),
+        precision=_PRECISION,
+    )
 
 
 def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:

@@ -61,6 +61,10 @@ class RankRule:
         """k_init cut to buffers of `capacity` columns; all of them where the rank is fixed."""
         return capacity if self.initial_rank is None else min(self.initial_rank, capacity)
 
+    def is_measured(self, step: jax.Array) -> jax.Array:
+        """Whether ranks are chosen at a step; on a CPU errors, too, are measured at these alone."""
+        return (step - 1) % self.rank_interval == 0
+
     def sizes(self, capacity: int, rows: int) -> tuple[int, ...]:
         """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
 

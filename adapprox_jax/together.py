@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +13,15 @@ from adapprox_jax.sharding import explicit_sharding
 _SMALL = 10**5  # numbers of an array that may be copied
 
 
-def together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -> list[Any]:
-    """Calls a function of a list of stacks with those of one shape put together as one.
+class Grouping(NamedTuple):
+    """Which of many stacks can be put together as one."""
 
-    Args:
-      function: Of a list of stacks of one type to as many arrays of the same leading sizes.
-      trees: Stacks, each an array or a tuple of arrays with one leading axis.
+    kinds: list[list[list[int]]]  # of one type, and within these of one shape
+    sizes: list[int]  # of the leading axes
 
-    Returns:
-      The results in the order of the trees.
-    """
+
+def grouping_of(trees: Sequence[Any]) -> Grouping:
+    """Groups stacks, each an array or a tree of arrays with one leading axis."""
     kinds: dict[Any, dict[Any, list[int]]] = {}
     for i, tree in enumerate(trees):
         arrays = jax.tree.leaves(tree)
@@ -30,17 +29,44 @@ def together(function: Callable[[list[Any]], list[Any]], trees: Sequence[Any]) -
         kind = tuple(jax.typeof(jnp.zeros_like(x, shape=())) for x in arrays)
         shape = tuple((x.shape[1:], explicit_sharding(x)) for x in arrays)
         kinds.setdefault(kind, {}).setdefault(shape, []).append(i)
-    results: dict[int, Any] = {}
-    for groups in kinds.values():
-        joined = [
-            jax.tree.map(lambda *x: jnp.concatenate(x), *(trees[i] for i in group))
-            for group in groups.values()
-        ]
-        for group, result in zip(groups.values(), function(joined), strict=True):
-            sizes = [jax.tree.leaves(trees[i])[0].shape[0] for i in group]
-            parts = jnp.split(result, np.cumsum(sizes)[:-1])
-            results.update(zip(group, parts, strict=True))
-    return [results[i] for i in range(len(trees))]
+    sizes = [jax.tree.leaves(tree)[0].shape[0] for tree in trees]
+    return Grouping([list(groups.values()) for groups in kinds.values()], sizes)
+
+
+def join(trees: Sequence[Any], grouping: Grouping) -> list[list[Any]]:
+    """Puts the stacks of each group together as one: a list of these for each kind."""
+    return [
+        [jax.tree.map(lambda *x: jnp.concatenate(x), *(trees[i] for i in group)) for group in kind]
+        for kind in grouping.kinds
+    ]
+
+
+def part(joined: Sequence[Sequence[Any]], grouping: Grouping) -> list[Any]:
+    """Undoes `join`."""
+    parts: dict[int, Any] = {}
+    for kind, trees in zip(grouping.kinds, joined, strict=True):
+        for group, tree in zip(kind, trees, strict=True):
+            ends = np.cumsum([grouping.sizes[i] for i in group])
+            structure: Any
+            arrays, structure = jax.tree.flatten(tree)
+            split = [jnp.split(x, ends[:-1]) for x in arrays]
+            for i, *of_one in zip(group, *split, strict=True):
+                parts[i] = structure.unflatten(of_one)
+    return [parts[i] for i in range(len(grouping.sizes))]
+
+
+def together(function: Callable[[list[Any]], Sequence[Any]], trees: Sequence[Any]) -> list[Any]:
+    """Calls a function of a list of stacks with those of one shape put together as one.
+
+    Args:
+      function: Of a list of stacks of one type to as many results of the same leading sizes.
+      trees: Stacks, each an array or a tree of arrays with one leading axis.
+
+    Returns:
+      The results in the order of the trees.
+    """
+    grouping = grouping_of(trees)
+    return part([function(groups) for groups in join(trees, grouping)], grouping)
 
 
 def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:

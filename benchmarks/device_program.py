@@ -71,7 +71,7 @@ def record_of(name: str, shapes: Any) -> dict[str, Any]:
         "library_calls": counts.library_calls,
         "library_calls_of_longest_branch": longest.library_calls,
         "decompositions": longest.decompositions,
-        "branches": counts.branches,
+        "branches": longest.branches,
         "loops_of_unknown_length": longest.loops_of_unknown_length,
         "gb_moved": counts.nbytes / 1e9,
         "roofline_ms": 1e3 * counts.seconds,

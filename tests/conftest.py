@@ -14,6 +14,7 @@ import sys
 import tempfile
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 4)
 
@@ -47,3 +48,21 @@ def are_known(flags):
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", "import jax; jax.devices()"]
     return subprocess.run(command, env=environment, capture_output=True).returncode == 0
+
+
+@pytest.fixture
+def in_phases(monkeypatch):
+    """Takes the way of accelerators from here on: nothing that was traced before counts."""
+    taken = []
+
+    def of_accelerators(*operands, cpu, default):
+        taken.append(1)
+        return default(*operands)
+
+    def switch():
+        jax.clear_caches()
+        monkeypatch.setattr(jax.lax, "platform_dependent", of_accelerators)
+
+    yield switch
+    assert taken
+    jax.clear_caches()

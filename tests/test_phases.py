@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import adapprox_jax
+from adapprox_jax import phases
 from adapprox_jax.rank import choose_rank, choose_rank_by_table
 from adapprox_jax.settings import RankRule
 
@@ -20,25 +21,8 @@ FIXED = {
     "cold": dict(max_rank=4, warm_start=False, power_iterations=3, bias_correction=True),
     "qr in bfloat16": dict(max_rank=4, orthogonalization="qr", factor_dtype=jnp.bfloat16),
     "many columns": dict(max_rank=20),  # cut to 14
+    "long sums": dict(max_rank=4, power_iterations=2),
 }
-
-
-@pytest.fixture
-def in_phases(monkeypatch):
-    """Takes the way of accelerators from here on: nothing that was traced before counts."""
-    taken = []
-
-    def of_accelerators(*operands, cpu, default):
-        taken.append(1)
-        return default(*operands)
-
-    def switch():
-        jax.clear_caches()
-        monkeypatch.setattr(jax.lax, "platform_dependent", of_accelerators)
-
-    yield switch
-    assert taken
-    jax.clear_caches()
 
 
 def gradients(steps, shapes, seed=0):
@@ -132,6 +116,42 @@ def test_ranks_stay_between_the_steps_that_choose_them(in_phases):
     assert seen == [8, 3, 3, 8]
 
 
+def test_batches_of_optimizers_take_their_own_steps(in_phases):
+    in_phases()
+    tx = adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1)
+    members = [gradients(3, SHAPES, seed) for seed in range(2)]
+    batches = [
+        jax.tree.map(lambda *x: np.stack(x), *of_step) for of_step in zip(*members, strict=True)
+    ]
+    state, update = jax.vmap(tx.init)(batches[0]), jax.jit(jax.vmap(tx.update))
+    for batch in batches:
+        updates, state = update(batch, state)
+    for i, grads in enumerate(members):
+        expected, _ = run(tx, grads)
+        for name in SHAPES:
+            np.testing.assert_allclose(updates[name][i], expected[-1][name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_leaf_that_is_not_finite_spoils_no_other(bad, in_phases):
+    """Though what is small is worked out for all leaves as one array."""
+    in_phases()
+    shapes = dict.fromkeys("abc", (24, 40))
+    tx = adapprox_jax.scale_by_adapprox(
+        initial_rank=1, max_rank=4, rank_interval=2, min_dim_size_to_factor=1
+    )
+    grads = gradients(3, shapes)
+    expected, expected_state = run(tx, grads)
+    grads[0]["a"] = grads[0]["a"].copy()
+    grads[0]["a"][0, 0] = bad
+    updates, state = run(tx, grads)
+    assert np.any(np.isnan(updates[0]["a"]))
+    for name in "bc":
+        np.testing.assert_array_equal(updates[-1][name], expected[-1][name])
+        np.testing.assert_array_equal(state.q[name], expected_state.q[name])
+        np.testing.assert_array_equal(state.drift[name], expected_state.drift[name])
+
+
 @pytest.mark.parametrize("magnitude", [1e-20, 1e15])
 @pytest.mark.parametrize("approximate", ["root", "moment"])
 def test_magnitudes_in_phases(magnitude, approximate, in_phases):
@@ -164,10 +184,19 @@ def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
     grads = gradients(3, {"stack": (5, 24, 40)})
     expected, _ = run(tx, grads)
     jax.clear_caches()
-    monkeypatch.setattr("adapprox_jax.phases._LARGEST_SLICE", 2 * 24 * 40)
+    monkeypatch.setattr("adapprox_jax.stacks._LARGEST_SLICE", 2 * 24 * 40)
     actual, _ = run(tx, grads)
     np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
     jax.clear_caches()
+
+
+def test_the_largest_targets_are_kept_while_there_is_room(monkeypatch):
+    monkeypatch.setattr(phases, "_MOST_AT_ONCE", 1000)
+    assert phases._kept([(1, 10, 10), (1, 30, 20), (1, 15, 20)]) == {0, 1, 2}
+    assert phases._kept([(1, 10, 10), (1, 40, 20), (1, 15, 20)]) == {0}
+    monkeypatch.setattr("adapprox_jax.stacks._LARGEST_SLICE", 400)
+    # Of nine matrices two at once.
+    assert phases._kept([(9, 10, 20), (1, 25, 20), (1, 5, 10)]) == {1, 2}
 
 
 @pytest.mark.parametrize("margin", [0, 3])

@@ -119,16 +119,18 @@ def compare(
     decades: float = 1.0,
     shape: tuple[int, int] = SHAPE,
     tall: bool = False,
+    by_itself: bool = True,
     **keywords,
 ) -> list[int]:
     """Runs both over all steps, the library on the transpose if `tall`; returns the ranks.
 
     In float64 the library compiles its step by itself, with the numbers as arguments, so that one
-    program serves all variants with the same code; in float32 the whole update, for its numbers.
+    program serves all variants with the same code; in float32, or if not `by_itself`, the whole
+    update, for its numbers.
     """
     weights = np.full(shape, 0.5)
     params = np.asarray(weights.T if tall else weights, dtype)
-    if dtype == jnp.float64:
+    if dtype == jnp.float64 and by_itself:
         tx = optimizer(s, jnp.asarray, **keywords)
         update = tx.update
     else:
@@ -186,6 +188,17 @@ def test_library_follows_the_reference_in_float64(name, b2):
 def test_every_variant_follows_the_reference_in_float64(name):
     with jax.enable_x64(True):
         compare(reference.Settings(**{"b2": 0.95, **VARIANTS[name]}), jnp.float64, 1e-8)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in VARIANTS if name.startswith("fixed")] + ["adaptive-printed"]
+)
+def test_the_way_of_accelerators_follows_the_reference_in_float64(name, in_phases):
+    """Adaptive ranks that are turned work on other columns there (docs/algorithm.md)."""
+    in_phases()
+    with jax.enable_x64(True):
+        s = reference.Settings(**{"b2": 0.95, **VARIANTS[name]})
+        compare(s, jnp.float64, 1e-8, by_itself=False)
 
 
 @pytest.mark.parametrize("name", ["fixed", pytest.param("adaptive", marks=pytest.mark.slow)])

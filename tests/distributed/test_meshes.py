@@ -138,6 +138,18 @@ def test_updates_are_those_of_one_device(mesh, setting, names):
     assert_close(updates, on_one_device(setting, names))
 
 
+@pytest.mark.parametrize("setting", ["fixed", "adaptive"])
+def test_updates_in_phases_are_those_of_one_device(mesh, setting, in_phases):
+    in_phases()
+    names = ("kernel", "wide", "layers", "replicated", "bias")
+    with jax.set_mesh(one_device()):
+        expected, _ = two_updates(OPTIMIZERS[setting], lambda tree: tree, names)
+    updates, (before, after) = two_updates(OPTIMIZERS[setting], sharded, names)
+    assert types(updates) == types(sharded({name: values(0)[name] for name in names}))
+    assert before == after
+    assert_close(updates, jax.device_get(expected))
+
+
 def test_a_mesh_with_automatic_axes_gives_the_values_of_one_device():
     if jax.device_count() < 4:
         pytest.skip("needs four devices")
