@@ -1,6 +1,6 @@
-"""clip_by_matrix_rms: the paper's update clipping, for stacks of matrices too."""
+"""The root mean square of each matrix: clipped as in the paper, or set."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ import optax
 
 from adapprox_jax.boxes import is_box, rebox, unbox
 from adapprox_jax.matrix_view import (
-    MatrixDimensionNumbers,
     WeightDimensionNumbers,
     check_dimension_numbers,
     matrix_axes,
@@ -49,6 +48,50 @@ def clip_by_matrix_rms(
     require("threshold", threshold, lambda x: x > 0, "a number above 0")
     check_dimension_numbers(weight_dimension_numbers)
 
+    def divisor(mean_square: jax.Array) -> jax.Array:
+        return jnp.maximum(1, jnp.sqrt(mean_square) / threshold)
+
+    return _divided_by(divisor, weight_dimension_numbers)
+
+
+def scale_to_matrix_rms(
+    target: jax.typing.ArrayLike, weight_dimension_numbers: WeightDimensionNumbers = None
+) -> optax.GradientTransformation:
+    """Scales each matrix of each leaf, up or down, to a root mean square of `target`.
+
+    Args:
+      target: Above 0.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+
+    Returns:
+      An `optax.GradientTransformation` without state. Zero matrices stay zero.
+
+    Raises:
+      ValueError: target is not above 0.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.scale_to_matrix_rms(0.2)
+      >>> updates, _ = tx.update(jnp.full(4, 5.0), tx.init(jnp.zeros(4)))
+      >>> print(updates)
+      [0.2 0.2 0.2 0.2]
+
+    Source: the scale of AdaMuon (Si et al., 2025, 2507.11005), with which rates are AdamW's.
+    """
+    require("target", target, lambda x: x > 0, "a number above 0")
+    check_dimension_numbers(weight_dimension_numbers)
+
+    def divisor(mean_square: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.where(mean_square == 0, 1, mean_square)) / target
+
+    return _divided_by(divisor, weight_dimension_numbers)
+
+
+def _divided_by(
+    divisor: Callable[[jax.Array], jax.Array], weight_dimension_numbers: WeightDimensionNumbers
+) -> optax.GradientTransformation:
+    """Divides each matrix by a function of the mean of its squares."""
+
     def update(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
@@ -57,25 +100,18 @@ def clip_by_matrix_rms(
         structure: Any
         leaves, structure = jax.tree.flatten(updates, is_leaf=is_box)
         arrays = [unbox(leaf) for leaf in leaves]
-        clipped = _clip(arrays, structure.flatten_up_to(numbers), threshold)
-        boxed = [rebox(leaf, x) for leaf, x in zip(leaves, clipped, strict=True)]
-        return structure.unflatten(boxed), state
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+        of_leaves = zip(arrays, structure.flatten_up_to(numbers), strict=True)
+        axes = [matrix_axes(x.shape, n) for x, n in of_leaves]
+        scaled = [
+            rebox(leaf, (x / divisor(mean_square)).astype(array.dtype))
+            for leaf, array, x, mean_square in zip(
+                leaves, arrays, wide, _mean_squares(wide, axes), strict=True
+            )
+        ]
+        return structure.unflatten(scaled), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
-
-
-def _clip(
-    leaves: Sequence[jax.Array],
-    dimension_numbers: Sequence[MatrixDimensionNumbers | None],
-    threshold: jax.typing.ArrayLike,
-) -> list[jax.Array]:
-    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
-    axes = [matrix_axes(x.shape, n) for x, n in zip(leaves, dimension_numbers, strict=True)]
-    clipped = []
-    for leaf, x, mean_square in zip(leaves, wide, _mean_squares(wide, axes), strict=True):
-        rms = jnp.sqrt(mean_square)
-        clipped.append((x / jnp.maximum(1, rms / threshold)).astype(leaf.dtype))
-    return clipped
 
 
 def _mean_squares(leaves: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

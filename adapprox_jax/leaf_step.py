@@ -21,9 +21,10 @@ from adapprox_jax.matrix_view import (
     to_matrices,
     view_shape,
 )
+from adapprox_jax.ordering import begin_after
 from adapprox_jax.phases import step_in_phases
 from adapprox_jax.settings import Settings
-from adapprox_jax.sharding import varies_no_more, varying_alike, with_automatic_axes
+from adapprox_jax.sharding import varying_alike, with_automatic_axes
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars, merge_known, split_known
 
@@ -178,13 +179,3 @@ def step_dense(
     nu = jnp.where(jnp.isfinite(wide), jnp.minimum(nu, float(np.finfo(nu.dtype).max)), nu)
     scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))
-
-
-def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, once `ready`, which is never negative, is known.
-
-    Without it XLA works on all leaves at once and holds the intermediates of all of them; it
-    ignores `optimization_barrier` there.
-    """
-    # Else a leaf would come to vary over devices as the one before it does.
-    return jnp.where(ready < 0, 0, array) if varies_no_more(ready, array) else array

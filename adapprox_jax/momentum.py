@@ -34,7 +34,7 @@ class GuidedEmaState(NamedTuple):
 
     mu: Any  # running average of the updates, with the structure and shapes of the parameters
     scale: Any = ()  # of an average in 8 or 4 bits: of each block of `mu`, which then holds codes
-    step: Any = ()  # likewise, int32 scalar: updates so far, which the rounding's noise depends on
+    step: Any = ()  # of those, and with Nesterov's momentum: updates so far, int32 scalar
 
 
 def guided_ema(
@@ -44,6 +44,7 @@ def guided_ema(
     eps: jax.typing.ArrayLike = 1e-8,
     max_scale: jax.typing.ArrayLike = 10.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
+    nesterov: bool = False,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     """Running average of updates, scaled up where the update agrees with it, in 4 to 32 bits.
@@ -64,6 +65,8 @@ def guided_ema(
         per parameter, rounded stochastically, so that slow changes are not lost. Leaves of fewer
         than 4096 numbers or 32 columns are then kept as with None. Floating-point types are rounded
         to the nearest: bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
+      nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) in place of M, as Optax's Muon
+        does. The average that is stored is the same. Not with guidance.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
 
     Returns:
@@ -90,12 +93,16 @@ def guided_ema(
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
         require("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
+    require_flag("nesterov", nesterov)
+    if cosine_guidance and nesterov:
+        raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
 
     bits = _bits_of(mu_dtype)
 
     def init(params: optax.Params) -> GuidedEmaState:
         if bits is None:
-            return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype))
+            step = jnp.zeros([], jnp.int32) if nesterov else ()
+            return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype), step=step)
         zeros = jax.tree.map(partial(_zero_codes, bits=bits), params, is_leaf=is_box)
         mu, scale = _unzip(params, zeros, 2)
         return GuidedEmaState(mu, scale, jnp.zeros([], jnp.int32))
@@ -115,7 +122,7 @@ def guided_ema(
         no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
         # A state from before codes were rounded stochastically has no step.
         last = jnp.zeros([], jnp.int32) if isinstance(state.step, tuple) else state.step
-        step = () if bits is None else optax.safe_increment(last)
+        step = () if bits is None and not nesterov else optax.safe_increment(last)
         results = jax.tree_util.tree_map_with_path(
             partial(_average_leaf, b1=b1, bits=bits, step=step),
             updates,
@@ -128,6 +135,9 @@ def guided_ema(
             factor = partial(guidance_scale, eps=eps, max_scale=max_scale)
             numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
             averages = map_unboxed(lambda a, u, n: a * factor(u, a, n), averages, updates, numbers)
+        if nesterov:
+            ahead = partial(_look_ahead, b1=b1, step=step)
+            averages = jax.tree.map(ahead, averages, updates)
         averages = optax.tree.cast_like(averages, updates)
         return averages, GuidedEmaState(mu, () if bits is None else scale, step)
 
@@ -233,6 +243,14 @@ def _average_leaf(
     operands = given, kept, scales
     average, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
     return rebox(update, average), rebox(mu, codes), rebox(scale, scales)
+
+
+def _look_ahead(
+    average: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
+) -> jax.Array:
+    """What Nesterov's momentum emits in place of the average, corrected for its start in zero."""
+    older, newer = b1 / (1 - b1 ** (step + 1)), (1 - b1) / (1 - b1**step)
+    return jnp.asarray(older * average + newer * update.astype(average.dtype))
 
 
 def _check_shape(path: Any, given: jax.Array, expected: Any, fits: bool) -> None:

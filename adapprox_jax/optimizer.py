@@ -124,10 +124,6 @@ def adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    if not callable(learning_rate):
-        allowed = "a number or a schedule"
-        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
-    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
     return optax.chain(
         scale_by_adapprox(
             b2,
@@ -153,6 +149,19 @@ def adapprox(
         ),
         _clip(clipping_threshold, bias_correction, weight_dimension_numbers),
         _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, weight_dimension_numbers),
+        *decay_and_rate(learning_rate, weight_decay, mask),
+    )
+
+
+def decay_and_rate(
+    learning_rate: optax.ScalarOrSchedule, weight_decay: jax.typing.ArrayLike, mask: Any
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The end of an optimizer: decoupled weight decay and the learning rate."""
+    if not callable(learning_rate):
+        allowed = "a number or a schedule"
+        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
+    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    return (
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )

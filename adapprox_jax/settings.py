@@ -168,11 +168,17 @@ class Settings:
 
 
 # What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, b1 among
-# them because with 0 no average is kept, and what can be called without being a schedule.
+# them because with 0 no average is kept, and what can be called without being a schedule. Of
+# `adapprox`, and of `adapprox_muon`.
 STATIC_ARGS: tuple[str, ...] = (
     *("b1", "mu_dtype", "mask", "cosine_guidance", "bias_correction"),
     *(field.name for part in (RankRule, Subspace, Storage) for field in dataclasses.fields(part)),
     *("approximate", "weight_dimension_numbers", "key"),
+)
+
+MUON_STATIC_ARGS: tuple[str, ...] = (
+    *(name for name in STATIC_ARGS if name not in ("cosine_guidance", "bias_correction")),
+    *("orthogonalized", "nesterov", "newton_schulz_steps", "second_moment", "b1_elsewhere"),
 )
 
 

@@ -10,17 +10,20 @@ from typing import Any, Literal, get_args
 
 import jax
 import optax
+import optax.contrib
 
 import adapprox_jax
 from examples.gpt2.hints import by_case, show_defaults
 
-Name = Literal["adapprox", "adapprox-paper", "adamw", "adafactor"]
+Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "muon"]
 NAMES: tuple[str, ...] = get_args(Name)
 
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8."""
+    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8, and
+    adapprox-muon and muon have 0.95. Their b1 is that of everything but the hidden matrices.
+    """
 
     b1: float = 0.9
     b2: float = 0.999
@@ -29,6 +32,7 @@ class Hyperparameters:
 
 # Guided, as the paper's pretraining is.
 PAPER = {**adapprox_jax.PAPER, "cosine_guidance": True}
+MUON_B2 = 0.95
 
 
 def _arguments(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
@@ -45,7 +49,10 @@ def _library_defaults() -> dict[str, str]:
         name: by_case({"adapprox": value, "adapprox-paper": PAPER.get(name, value)})
         for name, value in library.items()
     }
-    return words | {"sampling_threshold": "False"}
+    muon = _arguments(adapprox_jax.adapprox_muon)
+    words = {name: str(value) for name, value in muon.items()} | words
+    of_muon = {f"muon_{name}": str(muon[name]) for name in ("b1", "b2")}
+    return words | of_muon | {"sampling_threshold": "False"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +81,14 @@ class AdapproxOptions:
     min_dim_size_to_factor: int | None = None
     mu_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = None
     factor_dtype: Literal["float32", "bfloat16"] | None = None
+    muon_b1: float | None = None
+    """Of adapprox-muon alone, as all that follow: b1 of the hidden matrices."""
+    muon_b2: float | None = None
+    """b2 of all leaves."""
+    nesterov: bool | None = None
+    newton_schulz_steps: int | None = None
+    second_moment: bool | None = None
+    rate_elsewhere: float | None = None
 
     def given(self) -> dict[str, Any]:
         """The options that are not None."""
@@ -81,21 +96,35 @@ class AdapproxOptions:
 
 
 def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> dict[str, Any]:
-    """Every keyword of `adapprox_jax.adapprox` that an Adapprox is built with.
+    """Every keyword of `adapprox` or `adapprox_muon` that an Adapprox is built with.
 
     Args:
-      name: "adapprox" or "adapprox-paper".
+      name: "adapprox", "adapprox-paper" or "adapprox-muon".
       hyper: What all optimizers share.
       options: What is given beyond the defaults.
 
     Returns:
       The library's defaults, overridden by the paper's settings where they are asked for, and by
       what is given.
+
+    Raises:
+      ValueError: An option is given that this one does not have.
     """
     given = options.given()
     sampling = given.pop("sampling_threshold", False)
-    paper = PAPER if name == "adapprox-paper" else {}
-    used = _arguments(adapprox_jax.adapprox, **_shared(hyper), **paper | given)
+    if name == "adapprox-muon":
+        for keyword in ("b1", "b2"):
+            given |= {keyword: given.pop(f"muon_{keyword}")} if f"muon_{keyword}" in given else {}
+        shared = {**_shared(hyper), "b1_elsewhere": hyper.b1}
+        del shared["b1"], shared["b2"]
+        function, presets = adapprox_jax.adapprox_muon, shared
+    else:
+        function = adapprox_jax.adapprox
+        presets = _shared(hyper) | (PAPER if name == "adapprox-paper" else {})
+    unknown = given.keys() - inspect.signature(function).parameters.keys()
+    if unknown:
+        raise ValueError(f"{min(unknown)} is no argument of {function.__name__}")
+    used = _arguments(function, **presets | given)
     if sampling:
         late = used["error_threshold"]
         used["error_threshold"] = adapprox_jax.sampling_threshold(hyper.b2, late)
@@ -105,7 +134,7 @@ def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
 
 def ranks_adapt(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> bool:
     """Whether an optimizer chooses the ranks of its factors as it goes."""
-    if name not in ("adapprox", "adapprox-paper"):
+    if not name.startswith("adapprox"):
         return False
     return keywords(name, hyper, options)["initial_rank"] is not None
 
@@ -126,8 +155,10 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
       ValueError: If there is no optimizer of this name.
     """
     match name:
-        case "adapprox" | "adapprox-paper":
+        case "adapprox" | "adapprox-paper" | "adapprox-muon":
             used = keywords(name, hyper, options)
+        case "muon":
+            used = {part.__name__: _arguments(part, **given) for part, given in _muon(hyper)}
         case "adamw":
             used = _arguments(optax.adamw, **_shared(hyper))
         case "adafactor":
@@ -153,10 +184,35 @@ def _adafactor(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[st
     ]
 
 
+def _muon(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Optax's Muon with rates like AdamW's, of the matrices that `adapprox_muon` orthogonalizes.
+
+    Its own decay would reach vectors, and a rate of -1 leaves its sign to the one that follows.
+    """
+    muon = {
+        "learning_rate": -1.0,
+        "consistent_rms": 0.2,
+        "adam_b1": hyper.b1,
+        "adam_b2": MUON_B2,
+        "muon_weight_dimension_numbers": hidden_numbers,
+    }
+    decay = {"weight_decay": hyper.weight_decay, "mask": is_matrix}
+    return [(optax.contrib.muon, muon), (optax.add_decayed_weights, decay)]
+
+
+def hidden_numbers(params: Any) -> Any:
+    """Optax's dimension numbers of hidden matrices; None for everything else."""
+    numbers = optax.contrib.MuonDimensionNumbers()
+    hidden = adapprox_jax.hidden_matrices(params)
+    return jax.tree.map(lambda is_hidden: numbers if is_hidden else None, hidden)
+
+
 def _in_words(value: Any) -> Any:
     """What JSON can hold as it is; functions by name, with the values that they were made with."""
     if isinstance(value, dict):
         return {key: _in_words(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [_in_words(item) for item in value]
     if value is is_matrix:
         return "matrices"
     if callable(value):
@@ -218,10 +274,13 @@ def build(
     match name:
         case "adapprox" | "adapprox-paper":
             return adapprox_jax.adapprox(learning_rate, **keywords(name, hyper, options))
+        case "adapprox-muon":
+            return adapprox_jax.adapprox_muon(learning_rate, **keywords(name, hyper, options))
         case "adamw":
             return optax.adamw(learning_rate, **_shared(hyper))
-        case "adafactor":
-            parts = [part(**given) for part, given in _adafactor(hyper)]
+        case "adafactor" | "muon":
+            parts_of = _adafactor if name == "adafactor" else _muon
+            parts = [part(**given) for part, given in parts_of(hyper)]
             return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
         case _:
             raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")

@@ -1,0 +1,168 @@
+"""adapprox_muon: orthogonal directions with a low-rank second moment for hidden matrices."""
+
+from typing import Any
+
+import jax
+import optax
+
+from adapprox_jax.approximation import Approximate
+from adapprox_jax.clipping import clip_by_matrix_rms, scale_to_matrix_rms
+from adapprox_jax.hidden import Selection, resolve_selection
+from adapprox_jax.matrix_view import WeightDimensionNumbers
+from adapprox_jax.momentum import guided_ema
+from adapprox_jax.optimizer import decay_and_rate
+from adapprox_jax.orthogonalize import orthogonalize
+from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
+from adapprox_jax.settings import Orthogonalization, RankGrowth
+from adapprox_jax.validation import require, require_flag
+
+RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
+
+
+def adapprox_muon(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.95,
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    weight_decay: jax.typing.ArrayLike = 1e-4,
+    mask: Any = None,
+    *,
+    orthogonalized: Selection = None,
+    nesterov: bool = True,
+    newton_schulz_steps: int = 5,
+    second_moment: bool = True,
+    b1_elsewhere: jax.typing.ArrayLike = 0.9,
+    rate_elsewhere: jax.typing.ArrayLike = 1.0,
+    initial_rank: int | None = None,
+    max_rank: int | float = 8,
+    error_threshold: ErrorThreshold = 0.01,
+    rank_interval: int = 10,
+    rank_growth: RankGrowth | None = None,
+    rank_margin: int = 0,
+    power_iterations: int = 1,
+    oversampling: int = 0,
+    rotate: bool = True,
+    warm_start: bool = True,
+    approximate: Approximate = "root",
+    orthogonalization: Orthogonalization = "cholesky",
+    min_dim_size_to_factor: int = 64,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    factor_dtype: jax.typing.DTypeLike | None = None,
+    key: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Muon with a low-rank second moment of its directions, and `adapprox` for all else.
+
+    Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_adapprox` of
+    the direction, `scale_to_matrix_rms`. Everything else: `scale_by_adapprox`,
+    `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both, so that rates are AdamW's.
+
+    Args:
+      learning_rate: A number or a schedule.
+      b1: Decay of the running average of the gradients of hidden matrices, in (0, 1).
+      b2: Decay of the second moments, in [0, 1).
+      eps: Added to the root of a second moment, at least 0.
+      eps_root: Added under the root, at least 0.
+      mu_dtype: Type of the running averages, as in `guided_ema`: int8 and int4 for codes.
+      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
+      mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
+      orthogonalized: Which leaves are hidden matrices: a tree of booleans, or a function from the
+        parameters to it; None for `hidden_matrices`. `muon_report` tells what becomes of each.
+      nesterov: Nesterov's momentum.
+      newton_schulz_steps: Of the iteration that makes directions orthogonal.
+      second_moment: False for Muon itself: directions of an RMS of about 0.2, not divided.
+      b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1).
+      rate_elsewhere: What updates of everything else are multiplied by, above 0.
+      initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
+        of the directions, as in AdaMuon, has `min_dim_size_to_factor` above all sides.
+      max_rank: See there, and so for all others.
+      error_threshold: See there.
+      rank_interval: See there.
+      rank_growth: See there.
+      rank_margin: See there.
+      power_iterations: See there.
+      oversampling: See there.
+      rotate: See there.
+      warm_start: See there.
+      approximate: See there.
+      orthogonalization: See there; it is of the factors and not of the directions.
+      min_dim_size_to_factor: See there.
+      weight_dimension_numbers: See there; it also says what the matrices are that become
+        orthogonal.
+      factor_dtype: See there.
+      key: See there.
+
+    Returns:
+      An `optax.GradientTransformation`. Under `optax.inject_hyperparams` give
+      `static_args=MUON_STATIC_ARGS`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, adapprox_jax
+      >>> params = {"embedding": jnp.ones((512, 64)), "mlp": jnp.ones((64, 256))}
+      >>> tx = adapprox_jax.adapprox_muon(learning_rate=1e-2, weight_decay=0.1)
+      >>> state = tx.init(params)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> updates, state = tx.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+
+    Source: Jordan et al., 2024, "Muon"; Si et al., 2025, "AdaMuon" (2507.11005), whose exact second
+    moment this factors; the paper for the factors. docs/orthogonal.md.
+    """
+    require("b1", b1, lambda x: 0 < x < 1, "a number in (0, 1)")
+    require("b1_elsewhere", b1_elsewhere, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("rate_elsewhere", rate_elsewhere, lambda x: x > 0, "a number above 0")
+    require_flag("second_moment", second_moment)
+
+    def scaled() -> optax.GradientTransformation:
+        return scale_by_adapprox(
+            b2,
+            eps,
+            eps_root=eps_root,
+            initial_rank=initial_rank,
+            max_rank=max_rank,
+            error_threshold=error_threshold,
+            rank_interval=rank_interval,
+            rank_growth=rank_growth,
+            rank_margin=rank_margin,
+            power_iterations=power_iterations,
+            oversampling=oversampling,
+            rotate=rotate,
+            warm_start=warm_start,
+            approximate=approximate,
+            orthogonalization=orthogonalization,
+            min_dim_size_to_factor=min_dim_size_to_factor,
+            weight_dimension_numbers=weight_dimension_numbers,
+            factor_dtype=factor_dtype,
+            key=key,
+        )
+
+    numbers = weight_dimension_numbers
+    direction = (
+        guided_ema(b1, mu_dtype=mu_dtype, nesterov=nesterov, weight_dimension_numbers=numbers),
+        orthogonalize(newton_schulz_steps, numbers),
+    )
+    to_size = (
+        (scaled(), scale_to_matrix_rms(RMS, numbers)) if second_moment else (optax.scale(RMS),)
+    )
+    elsewhere = (
+        scaled(),
+        clip_by_matrix_rms(1.0, numbers),
+        guided_ema(b1_elsewhere, mu_dtype=mu_dtype, weight_dimension_numbers=numbers),
+        optax.scale(rate_elsewhere),
+    )
+
+    def labels(params: optax.Params) -> Any:
+        chosen = resolve_selection(orthogonalized, params, numbers)
+        return jax.tree.map(lambda flag: "hidden" if flag else "elsewhere", chosen)
+
+    return optax.chain(
+        optax.partition(
+            {"hidden": optax.chain(*direction, *to_size), "elsewhere": optax.chain(*elsewhere)},
+            labels,
+        ),
+        *decay_and_rate(learning_rate, weight_decay, mask),
+    )

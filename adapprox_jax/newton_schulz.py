@@ -1,0 +1,58 @@
+"""Newton-Schulz iteration: matrices made nearly orthogonal by products alone."""
+
+import jax
+import jax.numpy as jnp
+
+# Of x -> a x + b x^3 + c x^5 on the singular values: steep at zero, and after five steps between
+# 0.7 and 1.2 (Jordan et al., 2024, "Muon").
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def newton_schulz(
+    matrices: jax.Array,
+    steps: int = 5,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    product_dtype: jax.typing.DTypeLike | None = None,
+) -> jax.Array:
+    """Turns U S V^T into about U V^T, for each of many matrices.
+
+    X <- a X + (b X X^T + c (X X^T)^2) X, from X = A / ||A||.
+
+    Args:
+      matrices: (batch, m, n), m at most n, of any scale; float32 or wider.
+      steps: How often.
+      coefficients: a, b, c.
+      product_dtype: Of the operands of products, which add up in float32: None for that of the
+        matrices, in full precision.
+
+    Returns:
+      Of the shape and type of the matrices; a zero matrix stays zero.
+
+    Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks".
+    """
+    a, b, c = coefficients
+    precision = jax.lax.Precision.HIGHEST if product_dtype is None else None
+    dtype = product_dtype or matrices.dtype
+
+    def product(x: jax.Array, y: jax.Array, of: str) -> jax.Array:
+        wide = jnp.einsum(of, x, y, precision=precision, preferred_element_type=matrices.dtype)
+        return wide.astype(dtype)
+
+    def step(_: jax.Array, x: jax.Array) -> jax.Array:
+        gram = product(x, x, "bmn,bkn->bmk")
+        polynomial = (b * gram + c * product(gram, gram, "bmk,bkl->bml")).astype(dtype)
+        return (a * x + product(polynomial, x, "bmk,bkn->bmn")).astype(dtype)
+
+    unit = _of_norm_one(matrices).astype(dtype)
+    return jax.lax.fori_loop(0, steps, step, unit).astype(matrices.dtype)
+
+
+def _of_norm_one(matrices: jax.Array) -> jax.Array:
+    """Matrices divided by their Frobenius norms; zero ones stay zero."""
+    # Largest entry first: squares of small numbers vanish, of large ones they overflow.
+    matrices = _divided(matrices, jnp.max(jnp.abs(matrices), axis=(1, 2), keepdims=True))
+    return _divided(matrices, jnp.sqrt(jnp.sum(jnp.square(matrices), axis=(1, 2), keepdims=True)))
+
+
+def _divided(matrices: jax.Array, sizes: jax.Array) -> jax.Array:
+    return matrices / jnp.where(sizes == 0, 1, sizes)

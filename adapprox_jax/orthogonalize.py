@@ -1,0 +1,157 @@
+"""orthogonalize: matrices made nearly orthogonal, those of one shape together."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.matrix_view import (
+    MatrixView,
+    WeightDimensionNumbers,
+    check_dimension_numbers,
+    from_matrices,
+    matrix_view,
+    resolve_dimension_numbers,
+    to_matrices,
+)
+from adapprox_jax.newton_schulz import newton_schulz
+from adapprox_jax.ordering import begin_after
+from adapprox_jax.sharding import with_automatic_axes
+from adapprox_jax.together import grouping_of
+from adapprox_jax.tree_checks import check_types, leaf_name
+from adapprox_jax.validation import require_integer
+
+# Entries that are worked on at once: on a CPU one matrix keeps all cores busy, on accelerators it
+# takes several. In float32 as many MiB at least are temporaries four times over.
+_AT_ONCE_ON_CPU, _AT_ONCE = 2**20, 2**24
+
+
+def orthogonalize(
+    steps: int = 5, weight_dimension_numbers: WeightDimensionNumbers = None
+) -> optax.GradientTransformation:
+    """Makes every matrix of the updates nearly orthogonal, with entries of size one on average.
+
+    U S V^T becomes about U V^T sqrt(max(m, n)), whatever its scale, by Newton-Schulz iteration with
+    the coefficients of Muon. Matrices of one shape are worked on together, on CPUs one after the
+    other. Products are in full precision on CPUs and in bfloat16 on accelerators.
+
+    Args:
+      steps: Of the iteration, at least 1.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    Raises:
+      ValueError: steps is out of range, or, from `update`, a leaf has no matrices.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.orthogonalize()
+      >>> updates, _ = tx.update(jnp.diag(jnp.array([3.0, 1.0])), tx.init(jnp.zeros((2, 2))))
+      >>> bool(jnp.all(jnp.abs(jnp.diag(updates) - 2**0.5) < 0.5))
+      True
+
+    Source: Jordan et al., 2024, "Muon", and the scale of Liu et al., 2025 (2502.16982).
+    """
+    require_integer("steps", steps, 1)
+    check_dimension_numbers(weight_dimension_numbers)
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+        check_types(updates, "update")
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+        structure: Any
+        named, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_box)
+        leaves = [unbox(leaf) for _, leaf in named]
+        views = []
+        for (path, _), leaf, of_leaf in zip(
+            named, leaves, structure.flatten_up_to(numbers), strict=True
+        ):
+            views.append(matrix_view(leaf.shape, of_leaf))
+            if not views[-1].is_matrix:
+                raise ValueError(
+                    f"{leaf_name(path)}: got shape {leaf.shape}; allowed: leaves with rows and"
+                    " columns. Leave others out with optax.masked or optax.partition."
+                )
+        results = with_automatic_axes(partial(_of_leaves, tuple(views), steps), leaves)(leaves)
+        boxed = [rebox(leaf, x) for (_, leaf), x in zip(named, results, strict=True)]
+        return structure.unflatten(boxed), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _of_leaves(
+    views: Sequence[MatrixView], steps: int, leaves: Sequence[jax.Array]
+) -> list[jax.Array]:
+    stacks = [_lying(leaf, view) for leaf, view in zip(leaves, views, strict=True)]
+    on_cpu = partial(_of_stacks, steps, _AT_ONCE_ON_CPU, None)
+    elsewhere = partial(_of_stacks, steps, _AT_ONCE, jnp.bfloat16)
+    if any(isinstance(x, jax.core.Tracer) for x in stacks):
+        results = jax.lax.platform_dependent(stacks, cpu=on_cpu, default=elsewhere)
+    else:
+        platforms = {d.platform for x in stacks for d in x.devices()}
+        results = (on_cpu if platforms <= {"cpu"} else elsewhere)(stacks)
+    return [_standing(x, leaf, view) for x, leaf, view in zip(results, leaves, views, strict=True)]
+
+
+def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:
+    """A leaf as a stack of matrices (batch, m, n) with m at most n, float32 or wider."""
+    matrices = to_matrices(leaf, view)
+    rows, columns = matrices.shape[-2:]
+    stack = matrices.reshape(-1, rows, columns)
+    stack = stack if rows <= columns else jnp.swapaxes(stack, 1, 2)
+    return stack.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+
+
+def _standing(stack: jax.Array, leaf: jax.Array, view: MatrixView) -> jax.Array:
+    """Undoes `_lying`."""
+    rows, columns = jax.eval_shape(partial(to_matrices, view=view), leaf).shape[-2:]
+    stack = stack if rows <= columns else jnp.swapaxes(stack, 1, 2)
+    batch = [leaf.shape[axis] for axis in view.batch]
+    return from_matrices(stack.reshape(*batch, rows, columns), view, leaf.shape).astype(leaf.dtype)
+
+
+def _of_stacks(
+    steps: int, at_once: int, product_dtype: Any, stacks: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Orthogonalizes stacks of matrices, of those of one shape as many at once as there may be."""
+    parts: list[list[jax.Array]] = [[] for _ in stacks]
+    grouping = grouping_of(stacks)
+    for group in (group for kind in grouping.kinds for group in kind):
+        _, m, n = stacks[group[0]].shape
+        each = max(at_once // max(m * n, 1), 1)
+        ready = jnp.zeros(())
+        for pieces in _pieces([grouping.sizes[i] for i in group], each):
+            taken = [stacks[group[i]][start:stop] for i, start, stop in pieces]
+            batch = begin_after(ready, jnp.concatenate(taken))
+            done = newton_schulz(batch, steps, product_dtype=product_dtype) * math.sqrt(n)
+            ready = jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32)
+            ends = 0
+            for i, start, stop in pieces:
+                parts[group[i]].append(done[ends : ends + stop - start])
+                ends += stop - start
+    return [x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts]
+
+
+def _pieces(sizes: Sequence[int], each: int) -> list[list[tuple[int, int, int]]]:
+    """Cuts stacks into batches of at most `each` matrices: lists of (stack, start, stop)."""
+    batches: list[list[tuple[int, int, int]]] = []
+    room = 0
+    for i, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            if room == 0:
+                batches.append([])
+                room = each
+            taken = min(room, size - start)
+            batches[-1].append((i, start, start + taken))
+            start, room = start + taken, room - taken
+    return batches
