@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import adapprox_jax
+from tests.hardware import compiles_float16
 
 SETTINGS = {
     "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
@@ -71,7 +72,7 @@ def all_finite(tree):
 
 @settings_of("guided and corrected")  # in the others all that is their own is in float32
 def test_half_precision_differs_from_float32_by_its_rounding_alone(settings):
-    dtypes = [jnp.bfloat16, jnp.float16]
+    dtypes = [jnp.bfloat16, *([jnp.float16] if compiles_float16() else [])]
     grads = [[gradient(seed, dtype=dtype) for dtype in dtypes] for seed in range(5)]
     params = [np.ones((24, 40), dtype) for dtype in dtypes]
     all_updates, state = run(settings, grads, params)

@@ -14,6 +14,7 @@ import pytest
 from optax.contrib import _common_test as suite
 
 import adapprox_jax
+from tests.hardware import marks_of
 
 CONTRACTS = {
     inspect.unwrap(method).__name__: inspect.unwrap(method)
@@ -75,7 +76,8 @@ def cases():
         for combination in itertools.product(*values.values()):
             names = [getattr(value, "__name__", str(value)) for value in combination]
             parameters = dict(zip(values, combination, strict=True))
-            yield pytest.param(contract, parameters, id="-".join([contract, *names]))
+            marks = marks_of(parameters.get("dtype"))
+            yield pytest.param(contract, parameters, id="-".join([contract, *names]), marks=marks)
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ import pytest
 from optax.contrib import _common_test as suite
 
 import adapprox_jax
+from tests.hardware import marks_of
 from tests.optax_suite.test_contracts import CONTRACTS, PARAMETERS, register, run_contract
 
 SHORT, LONG, VECTOR = (64, 48), (48, 200), (48,)
@@ -129,7 +130,7 @@ def cases():
             parameters = {name: values[0] for name, values in PARAMETERS[contract].items()}
             parameters |= {"dtype": dtype} if dtype else {}
             label = "-".join([contract, *([dtype.__name__] if dtype else []), setting])
-            marks = [slow] * is_slow
+            marks = [slow] * is_slow + marks_of(dtype)
             yield pytest.param(contract, parameters, SETTINGS[setting], id=label, marks=marks)
 
 
