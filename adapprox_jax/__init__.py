@@ -12,7 +12,7 @@ from adapprox_jax.matrix_view import MatrixDimensionNumbers
 from adapprox_jax.momentum import GuidedEmaState, guided_ema
 from adapprox_jax.muon import adapprox_muon
 from adapprox_jax.optimizer import PAPER, adapprox
-from adapprox_jax.orthogonalize import orthogonalize
+from adapprox_jax.orthogonal_directions import orthogonalize
 from adapprox_jax.quantization import dequantize, quantize
 from adapprox_jax.resize import grow, resize
 from adapprox_jax.second_moment import scale_by_adapprox

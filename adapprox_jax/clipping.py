@@ -71,10 +71,10 @@ def scale_to_matrix_rms(
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
-      >>> tx = adapprox_jax.scale_to_matrix_rms(0.2)
+      >>> tx = adapprox_jax.scale_to_matrix_rms(0.25)
       >>> updates, _ = tx.update(jnp.full(4, 5.0), tx.init(jnp.zeros(4)))
       >>> print(updates)
-      [0.2 0.2 0.2 0.2]
+      [0.25 0.25 0.25 0.25]
 
     Source: the scale of AdaMuon (Si et al., 2025, 2507.11005), with which rates are AdamW's.
     """

@@ -11,10 +11,10 @@ from adapprox_jax.hidden import Selection, resolve_selection
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
 from adapprox_jax.optimizer import decay_and_rate
-from adapprox_jax.orthogonalize import orthogonalize
+from adapprox_jax.orthogonal_directions import orthogonalize
 from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
-from adapprox_jax.validation import require, require_flag
+from adapprox_jax.validation import require, require_flag, require_integer
 
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
 
@@ -116,6 +116,7 @@ def adapprox_muon(
     require("b1_elsewhere", b1_elsewhere, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("rate_elsewhere", rate_elsewhere, lambda x: x > 0, "a number above 0")
     require_flag("second_moment", second_moment)
+    require_integer("newton_schulz_steps", newton_schulz_steps, 1)
 
     def scaled() -> optax.GradientTransformation:
         return scale_by_adapprox(

@@ -70,7 +70,7 @@ def orthogonalize(
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
         structure: Any
         named, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_box)
-        leaves = [unbox(leaf) for _, leaf in named]
+        leaves = [jnp.asarray(unbox(leaf)) for _, leaf in named]
         views = []
         for (path, _), leaf, of_leaf in zip(
             named, leaves, structure.flatten_up_to(numbers), strict=True

@@ -1,0 +1,325 @@
+"""adapprox_muon: its parts, what it does with which leaf, Muon and AdaMuon as special cases."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+
+import adapprox_jax
+from adapprox_jax.newton_schulz import newton_schulz
+from adapprox_jax.orthogonal_directions import _pieces
+from adapprox_jax.random_start import draw_start, start_columns
+from tests import reference, reference_muon
+
+SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
+
+
+def gradients(steps, shapes=SHAPES, seed=0):
+    rng = np.random.default_rng(seed)
+    sizes = {name: np.exp(rng.normal(size=shape)) for name, shape in shapes.items()}
+    return [
+        {name: (rng.normal(size=x.shape) * x).astype(np.float32) for name, x in sizes.items()}
+        for _ in range(steps)
+    ]
+
+
+def run(tx, grads, params=None):
+    """All updates and the last state."""
+    params = params or jax.tree.map(np.ones_like, grads[0])
+    state, update, all_updates = tx.init(params), jax.jit(tx.update), []
+    for grad in grads:
+        updates, state = update(grad, state, params)
+        all_updates.append(updates)
+    return all_updates, state
+
+
+# ----------------------------------------------------------------------------- orthogonalization
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
+def test_singular_values_end_near_one_at_any_scale(scale):
+    matrices = np.random.default_rng(0).normal(size=(3, 16, 40)).astype(np.float32) * scale
+    values = np.linalg.svd(newton_schulz(jnp.asarray(matrices)), compute_uv=False)
+    assert np.all((values > 0.6) & (values < 1.3))
+
+
+def test_a_zero_matrix_stays_zero_beside_others():
+    matrices = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
+    matrices[1] = 0
+    result = newton_schulz(jnp.asarray(matrices))
+    assert np.any(result[0])
+    np.testing.assert_array_equal(result[1], 0)
+
+
+def test_bfloat16_products_are_as_orthogonal():
+    matrices = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 40)), jnp.float32)
+    result = newton_schulz(matrices, product_dtype=jnp.bfloat16)
+    assert result.dtype == jnp.float32
+    values = np.linalg.svd(result, compute_uv=False)
+    assert np.all((values > 0.6) & (values < 1.3))
+
+
+def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
+    tx = adapprox_jax.orthogonalize()
+    (grads,) = gradients(1, {name: SHAPES[name] for name in ("wide", "tall", "stack")})
+    expected, _ = tx.update(grads, tx.init(grads))
+    monkeypatch.setattr("adapprox_jax.orthogonal_directions._AT_ONCE_ON_CPU", 2 * 24 * 40)
+    actual, _ = tx.update(grads, tx.init(grads))
+    for name in grads:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert _pieces([3, 1, 4], 2) == [
+        [(0, 0, 2)],
+        [(0, 2, 3), (1, 0, 1)],
+        [(2, 0, 2)],
+        [(2, 2, 4)],
+    ]
+
+
+def test_a_leaf_without_matrices_is_refused_by_name():
+    tx = adapprox_jax.orthogonalize()
+    with pytest.raises(ValueError, match=r"bias.*got shape \(40,\); allowed: leaves with rows"):
+        tx.update({"bias": jnp.ones(40)}, tx.init({"bias": jnp.ones(40)}))
+
+
+# ----------------------------------------------------------------------------------- references
+
+
+def muon_numbers(params):
+    numbers = {
+        2: optax.contrib.MuonDimensionNumbers(0, 1),
+        3: optax.contrib.MuonDimensionNumbers(1, 2),
+    }
+    return jax.tree.map(lambda x: numbers.get(x.ndim), params)
+
+
+def test_without_second_moment_it_is_muon():
+    grads = gradients(50)
+    muon = optax.contrib.muon(
+        1e-2, consistent_rms=0.2, weight_decay=0.1, muon_weight_dimension_numbers=muon_numbers
+    )
+    ours = adapprox_jax.adapprox_muon(
+        1e-2,
+        weight_decay=0.1,
+        second_moment=False,
+        orthogonalized=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
+    )
+    expected, _ = run(muon, grads)
+    actual, _ = run(ours, grads)
+    for one, other in zip(actual, expected, strict=True):
+        for name in ("wide", "tall", "stack"):
+            difference = np.linalg.norm(one[name] - other[name])
+            assert difference <= 1e-5 * np.linalg.norm(other[name]), name
+
+
+KEY = 3
+FACTORED = reference.Settings(
+    k_init=4, k_max=4, l=1, p=0, warm_start=True, root=True, b1=0.0, b2=0.95, clip=None
+)
+CASES = {
+    "exact, as AdaMuon": (
+        reference_muon.Settings(exact=True),
+        dict(min_dim_size_to_factor=10**6),
+    ),
+    "low rank": (
+        reference_muon.Settings(factored=FACTORED),
+        dict(max_rank=4, min_dim_size_to_factor=1),
+    ),
+    "without Nesterov's momentum": (
+        reference_muon.Settings(exact=True, nesterov=False),
+        dict(min_dim_size_to_factor=10**6, nesterov=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("tall", [False, True])
+@pytest.mark.parametrize(("s", "keywords"), CASES.values(), ids=CASES)
+def test_the_library_follows_the_reference(s, keywords, tall):
+    with jax.enable_x64(True):
+        tx = adapprox_jax.adapprox_muon(-1.0, weight_decay=0.0, key=KEY, **keywords)
+        rng = np.random.default_rng(0)
+        sizes = np.exp(rng.normal(size=(24, 40)))
+        turn = (lambda x: x.T) if tall else (lambda x: x)
+        params = {"w": jnp.ones(turn(sizes).shape)}
+        state, update = tx.init(params), jax.jit(tx.update)
+        expected_state = reference_muon.init((24, 40), s)
+        for t in range(1, 26):
+            gradient = rng.normal(size=(24, 40)) * sizes
+            drawn = draw_start(jax.random.fold_in(jax.random.key(KEY), t), 40, 4, jnp.float64)
+            start = np.array(start_columns(drawn, 4, jnp.float64))
+            expected, expected_state = reference_muon.step(gradient, expected_state, start, s)
+            updates, state = update({"w": jnp.asarray(turn(gradient))}, state, params)
+            difference = np.linalg.norm(turn(np.asarray(updates["w"])) - expected)
+            assert difference <= 1e-8 * np.linalg.norm(expected), f"step {t}"
+
+
+def test_everything_else_is_adapprox():
+    grads = gradients(5)
+    nothing = jax.tree.map(lambda _: False, grads[0])
+    ours = adapprox_jax.adapprox_muon(
+        1e-2, b2=0.99, b1_elsewhere=0.8, orthogonalized=nothing, max_rank=4, rate_elsewhere=0.25
+    )
+    plain = adapprox_jax.adapprox(0.25e-2, b1=0.8, b2=0.99, weight_decay=4e-4, max_rank=4)
+    for one, other in zip(run(ours, grads)[0], run(plain, grads)[0], strict=True):
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), one, other)
+
+
+def test_updates_have_a_root_mean_square_of_a_fifth_at_any_scale_of_the_gradients():
+    tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0.0, min_dim_size_to_factor=1)
+    for scale in (1e-15, 1e15):
+        grads = [{"w": scale * g["wide"]} for g in gradients(3)]
+        updates = run(tx, grads)[0][-1]["w"]
+        np.testing.assert_allclose(np.sqrt(np.mean(np.square(updates))), 0.2, rtol=1e-4)
+
+
+def test_few_bits_follow_the_average_in_full():
+    """Of noise alone, the hardest case: orthogonal directions weigh small and large ones alike."""
+    shapes = {"w": (64, 96)}
+    grads = gradients(30, shapes)
+    exact = run(adapprox_jax.adapprox_muon(1.0, weight_decay=0.0), grads)[0][-1]["w"]
+    for bits, least in ((8, 0.99), (4, 0.7)):
+        tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0.0, mu_dtype=f"int{bits}")
+        coded = run(tx, grads)[0][-1]["w"]
+        cosine = np.sum(exact * coded) / np.linalg.norm(exact) / np.linalg.norm(coded)
+        assert cosine > least, bits
+
+
+# --------------------------------------------------------------------------------- which leaves
+
+
+HIDDEN = {
+    "blocks/0/attention/query/kernel": (64, 64),
+    "transformer/~/multi_head_attention/w": (64, 192),
+    "MultiHeadDotProductAttention_0/out/kernel": (64, 64),
+    "layers/mlp/kernel": (12, 64, 256),
+    "w": (64, 64),
+}
+NOT_HIDDEN = {
+    "wte": (512, 64),
+    "tokens/embedding": (512, 64),
+    "TokenEmbed_0/table": (64, 64),
+    "lm_head/kernel": (64, 512),
+    "head": (64, 64),
+    "layers/norm_1/scale": (12, 64),
+    "layers/LayerNorm_0/g": (12, 64),
+    "layers/bias": (12, 64),
+    "out/kernel": (64, 2048),
+    "conv": (3, 3, 3, 64),
+    "b": (64,),
+}
+
+
+def test_hidden_matrices_are_known_by_name_and_shape():
+    params = {name: jnp.zeros(shape) for name, shape in (HIDDEN | NOT_HIDDEN).items()}
+    hidden = adapprox_jax.hidden_matrices(params)
+    assert {name for name, is_hidden in hidden.items() if is_hidden} == set(HIDDEN)
+    report = adapprox_jax.muon_report(params)
+    assert {path for path, what in report.items() if what == "orthogonalized"} == {
+        f"['{name}']" for name in HIDDEN
+    }
+    assert report["['lm_head/kernel']"] == "adapprox: 'lm_head' names an embedding or a head"
+    assert report["['out/kernel']"].endswith("64 x 2048, as long as an embedding or a head")
+
+
+def test_a_selection_is_a_tree_or_a_function():
+    params = {"a": jnp.zeros((8, 8)), "b": {"c": jnp.zeros((8, 8)), "d": jnp.zeros(8)}}
+    for chosen in (
+        {"a": False, "b": {"c": True, "d": False}},
+        lambda tree: {"a": False, "b": {"c": True, "d": False}},
+    ):
+        assert adapprox_jax.muon_report(params, chosen) == {
+            "['a']": "adapprox",
+            "['b']['c']": "orthogonalized",
+            "['b']['d']": "adapprox",
+        }
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ({"b": True}, r"orthogonalized is \{'b': True\}; allowed: None, a tree of booleans"),
+        ({"a": 1, "d": False}, r"orthogonalized has 1 at \['a'\]; allowed"),
+        (True, r"orthogonalized names \['d'\] of shape \(8,\); allowed: leaves with rows"),
+    ],
+)
+def test_a_selection_that_does_not_fit_is_refused(chosen, message):
+    params = {"a": jnp.zeros((8, 8)), "d": jnp.zeros(8)}
+    with pytest.raises(ValueError, match=message):
+        adapprox_jax.adapprox_muon(1e-3, orthogonalized=chosen).init(params)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("b1", 0.0),
+        ("b1", 1.0),
+        ("b1_elsewhere", 1.5),
+        ("b2", 2),
+        ("nesterov", "no"),
+        ("newton_schulz_steps", 0),
+        ("second_moment", 8),
+        ("rate_elsewhere", 0.0),
+        ("weight_decay", -1),
+        ("max_rank", 0),
+        ("mu_dtype", "int2"),
+    ],
+)
+def test_bad_arguments_are_named(argument, value):
+    with pytest.raises(ValueError, match=argument):
+        adapprox_jax.adapprox_muon(1e-3, **{argument: value})
+
+
+# ---------------------------------------------------------------------------------- the others
+
+
+def test_the_state_is_read_resized_and_counted():
+    params = {"wte": jnp.zeros((512, 64)), "w": jnp.zeros((64, 128)), "bias": jnp.zeros(64)}
+    tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4", max_rank=4)
+    state = tx.init(params)
+    report = adapprox_jax.rank_report(state, params)
+    assert {path: info.rank for path, info in report.items()} == {"['wte']": 4, "['w']": 4}
+    wider = adapprox_jax.resize(state, 8)
+    report = adapprox_jax.rank_report(wider, params)
+    assert {info.capacity for info in report.values()} == {8}
+    grads = jax.tree.map(jnp.ones_like, params)
+    updates, _ = jax.jit(tx.update)(grads, wider, params)
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
+    shapes = {"wte": (50304, 768), "h": (12, 768, 3072), "o": (12, 3072, 768), "a": (12, 768, 3072)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    count = sum(np.prod(shape) for shape in shapes.values())
+    tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4")
+    assert adapprox_jax.state_nbytes(tx, params) < 0.75 * count
+
+
+def test_boxes_and_injected_hyperparameters():
+    boxed = {
+        "w": nn.Partitioned(jnp.ones((64, 96)), ("in", "out")),
+        "bias": nn.Partitioned(jnp.ones(64), ("out",)),
+    }
+    plain = jax.tree.map(lambda x: x.value, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+    build = optax.inject_hyperparams(
+        adapprox_jax.adapprox_muon, static_args=adapprox_jax.MUON_STATIC_ARGS
+    )
+    results = []
+    for params in (boxed, plain):
+        tx = build(learning_rate=1e-2, b2=0.9)
+        updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+        results.append(jax.tree.leaves(updates))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    assert float(np.sqrt(np.mean(np.square(results[0][1])))) == pytest.approx(0.002, rel=0.06)
+
+
+def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16():
+    params = {"w": jnp.zeros((70, 90)), "v": jnp.zeros((70, 90)), "bias": jnp.zeros(90)}
+    tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4")
+    traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params), params)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    of_both = [line for line in products if "tensor<2x70x90xbf16>" in line]
+    assert of_both, "matrices of one shape are worked on together"
+    assert "stablehlo.if" not in text
