@@ -11,8 +11,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def newton_schulz(
     matrices: jax.Array,
     steps: int = 5,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
     product_dtype: jax.typing.DTypeLike | None = None,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
 ) -> jax.Array:
     """Turns U S V^T into about U V^T, for each of many matrices.
 
@@ -21,12 +21,12 @@ def newton_schulz(
     Args:
       matrices: (batch, m, n), m at most n, of any scale; float32 or wider.
       steps: How often.
-      coefficients: a, b, c.
       product_dtype: Of the operands of products, which add up in float32: None for that of the
         matrices, in full precision.
+      coefficients: a, b, c.
 
     Returns:
-      Of the shape and type of the matrices; a zero matrix stays zero.
+      Of the shape of the matrices and the type of the products; a zero matrix stays zero.
 
     Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
@@ -44,7 +44,7 @@ def newton_schulz(
         return (a * x + product(polynomial, x, "bmk,bkn->bmn")).astype(dtype)
 
     unit = _of_norm_one(matrices).astype(dtype)
-    return jax.lax.fori_loop(0, steps, step, unit).astype(matrices.dtype)
+    return jax.lax.fori_loop(0, steps, step, unit)
 
 
 def _of_norm_one(matrices: jax.Array) -> jax.Array:

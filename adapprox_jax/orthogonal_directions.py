@@ -132,13 +132,18 @@ def _of_stacks(
         for pieces in _pieces([grouping.sizes[i] for i in group], each):
             taken = [stacks[group[i]][start:stop] for i, start, stop in pieces]
             batch = begin_after(ready, jnp.concatenate(taken))
-            done = newton_schulz(batch, steps, product_dtype=product_dtype) * math.sqrt(n)
+            # Behind the barrier, because results in bfloat16 would be kept in float32.
+            done = jax.lax.optimization_barrier(newton_schulz(batch, steps, product_dtype))
             ready = jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32)
             ends = 0
             for i, start, stop in pieces:
                 parts[group[i]].append(done[ends : ends + stop - start])
                 ends += stop - start
-    return [x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts]
+    wholes = [x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts]
+    return [
+        whole.astype(stack.dtype) * math.sqrt(stack.shape[2])
+        for whole, stack in zip(wholes, stacks, strict=True)
+    ]
 
 
 def _pieces(sizes: Sequence[int], each: int) -> list[list[tuple[int, int, int]]]:

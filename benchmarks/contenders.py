@@ -40,6 +40,10 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
         initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5
     ),
     "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
+    "adapprox_muon": lambda: adapprox_jax.adapprox_muon(RATE, weight_decay=DECAY),
+    "adapprox_muon 4 bits": lambda: adapprox_jax.adapprox_muon(
+        RATE, weight_decay=DECAY, mu_dtype="int4"
+    ),
     "came": lambda: came(RATE, weight_decay=DECAY),
     "sm3": lambda: optax.chain(optax.sm3(RATE), optax.add_decayed_weights(-RATE * DECAY)),
     "galore": lambda: optax.contrib.galore(RATE, rank=16, weight_decay=DECAY),
