@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LOSSES = ROOT / "results" / "loss"
 COMPARISON = json.loads((LOSSES / "comparison.json").read_text())
 SUMMARY = COMPARISON["summary"]
+ORTHOGONAL = json.loads((LOSSES / "orthogonal.json").read_text())
 PICTURE = json.loads((ROOT / "results" / "memory" / "loss_against_bytes.json").read_text())[
     "summary"
 ]
@@ -34,11 +35,28 @@ def test_the_command_is_that_of_the_records(page):
     assert COMPARISON["command"] in " ".join(page.replace("\\\n", " ").split())
 
 
-@pytest.mark.parametrize("name", ["adapprox", "adamw", "adafactor"])
-def test_the_comparison_was_run_with_todays_defaults(name):
+def test_the_table_of_orthogonal_directions_is_that_of_the_records():
+    page = (ROOT / "docs" / "orthogonal.md").read_text()
+    assert compare.results_table(ORTHOGONAL["summary"]) in page
+    assert compare.grid_table(ORTHOGONAL["summary"]) in page
+    assert ORTHOGONAL["command"] in " ".join(page.replace("\\\n", " ").split())
+
+
+@pytest.mark.parametrize(
+    ("record", "name"),
+    [
+        (COMPARISON, "adapprox"),
+        (COMPARISON, "adamw"),
+        (COMPARISON, "adafactor"),
+        (ORTHOGONAL, "adapprox-muon"),
+        (ORTHOGONAL, "muon"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_the_comparison_was_run_with_todays_defaults(record, name):
     """Else the page's first table is not of the library that stands beside it."""
     today = optimizers.settings(name, optimizers.Hyperparameters(), optimizers.AdapproxOptions())
-    runs = [run["settings"] for run in COMPARISON["runs"]]
+    runs = [run["settings"] for run in record["runs"]]
     used = [run["optimizer_settings"] for run in runs if run["optimizer"] == name]
     assert used
     for of_one in used:
@@ -47,7 +65,8 @@ def test_the_comparison_was_run_with_todays_defaults(name):
 
 def all_runs():
     files = ("adamw_at_1.2e-3.jsonl", "choices.jsonl", "larger_vocabulary.jsonl")
-    return COMPARISON["runs"] + [row for name in files for row in records.read(LOSSES / name)]
+    both = COMPARISON["runs"] + ORTHOGONAL["runs"]
+    return both + [row for name in files for row in records.read(LOSSES / name)]
 
 
 def losses_over_seeds():
@@ -66,7 +85,8 @@ def test_every_loss_on_the_pages_is_in_the_records(page):
         if len(losses) == 3:
             known |= {f"{np.mean(losses):.4f}", f"{np.std(losses, ddof=1) / 3**0.5:.4f}"}
     known |= {f"{row['validation_loss']:.4f}" for row in PICTURE.values()}
-    for text in (page, (ROOT / "README.md").read_text()):
+    orthogonal = (ROOT / "docs" / "orthogonal.md").read_text()
+    for text in (page, orthogonal, (ROOT / "README.md").read_text()):
         assert set(re.findall(r"\b\d\.\d{4}\b", text)) - known <= RATES
 
 
