@@ -103,6 +103,11 @@ def from_adam(
     adam = _only_adam_state(adam_state)
     check_concrete("from_adam", adam)
     state = tx.init(params)
+    if len(adapprox_states(state)) > 1:
+        raise ValueError(
+            "tx has several second moments; allowed: adapprox. Adam's state does not tell that of"
+            " orthogonal directions, as adapprox_muon keeps it."
+        )
     t = int(adam.count)
     numbers = resolve_dimension_numbers(weight_dimension_numbers, adam.nu)
 

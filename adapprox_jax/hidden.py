@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from adapprox_jax.boxes import is_box, unbox
@@ -16,6 +15,7 @@ from adapprox_jax.matrix_view import (
     resolve_dimension_numbers,
     view_shape,
 )
+from adapprox_jax.tree_checks import check_types
 
 # A tree of booleans that is a prefix of the parameters', or a function from the parameters to it.
 Selection: TypeAlias = Any | Callable[[Any], Any] | None
@@ -23,9 +23,10 @@ Selection: TypeAlias = Any | Callable[[Any], Any] | None
 # Of a module or parameter in snake case; the heads of attention are none of these.
 _OUTER = re.compile(
     r"embed|(^|_)embs?($|_)|(^|_)(wte|wpe)$|^(tok|tokens?|vocab\w*|pos|positions?)$"
-    r"|(?<!multi)(^|_)head(_\d+)?$|logits|classifier|readout"
+    r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|logits|classifier|readout"
 )
-_VECTORS = re.compile(r"^(bias\w*|scale|gamma|beta)$|(^|_)(ln|\w*norm)(_\w+)?$")
+_NORMS = re.compile(r"(^|_)(ln|\w*norm)(_[a-z0-9])?$")
+_VECTORS = re.compile(r"^(b|bias|biases|scale|gamma|beta|offset)$")  # of parameters
 _MOST_ELONGATED = 16  # rows to columns: MLPs have 4, fused heads 3, vocabularies 30 and more
 _SHORTEST_SIDE = 8  # fewer are stacks of vectors
 
@@ -139,6 +140,7 @@ def resolve_selection(
 def _reasons(params: optax.Params, weight_dimension_numbers: WeightDimensionNumbers) -> Any:
     """Why each leaf is no hidden matrix; an empty string where it is one."""
     check_dimension_numbers(weight_dimension_numbers)
+    check_types(params, "parameter")
     numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf, of_leaf: _reason(path, unbox(leaf), of_leaf),
@@ -153,10 +155,10 @@ def _reason(path: Any, leaf: Any, numbers: Any) -> str:
     for name in names:
         if _OUTER.search(name):
             return f"'{name}' names an embedding or a head"
-        if _VECTORS.search(name):
+        if _NORMS.search(name):
             return f"'{name}' names vectors"
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return "not of a floating-point type"
+    if names and _VECTORS.search(names[-1]):
+        return f"'{names[-1]}' names vectors"
     view = matrix_view(leaf.shape, numbers)
     if not view.is_matrix:
         return "no matrix"
@@ -173,4 +175,8 @@ def _names(key: Any) -> list[str]:
     """The names in one key of a path, in snake case: 'mlp/~/LayerNorm_0' has two."""
     text = getattr(key, "key", getattr(key, "name", ""))
     parts = re.split(r"[/.~]+", text) if isinstance(text, str) else []
-    return [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", part).lower() for part in parts if part]
+    return [
+        re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", part).lower()
+        for part in parts
+        if part
+    ]

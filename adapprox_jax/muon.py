@@ -68,7 +68,8 @@ def adapprox_muon(
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       orthogonalized: Which leaves are hidden matrices: a tree of booleans, or a function from the
-        parameters to it; None for `hidden_matrices`. `muon_report` tells what becomes of each.
+        parameters, and at updates from the gradients, to it; None for `hidden_matrices`.
+        `muon_report` tells what becomes of each.
       nesterov: Nesterov's momentum.
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
       second_moment: False for Muon itself: directions of an RMS of about 0.2, not divided.
@@ -89,7 +90,7 @@ def adapprox_muon(
       orthogonalization: See there; it is of the factors and not of the directions.
       min_dim_size_to_factor: See there.
       weight_dimension_numbers: See there; it also says what the matrices are that become
-        orthogonal.
+        orthogonal. A function is called on trees with `optax.MaskedNode` in place of some leaves.
       factor_dtype: See there.
       key: See there.
 

@@ -26,8 +26,8 @@ from adapprox_jax.together import grouping_of
 from adapprox_jax.tree_checks import check_types, leaf_name
 from adapprox_jax.validation import require_integer
 
-# Entries that are worked on at once: on a CPU one matrix keeps all cores busy, on accelerators it
-# takes several. In float32 as many MiB at least are temporaries four times over.
+# Entries that are worked on at once, with some 16 bytes of temporaries each: on a CPU one matrix
+# keeps all cores busy, on accelerators it takes several.
 _AT_ONCE_ON_CPU, _AT_ONCE = 2**20, 2**24
 
 
@@ -91,6 +91,10 @@ def orthogonalize(
 def _of_leaves(
     views: Sequence[MatrixView], steps: int, leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
+    if not all(leaf.size for leaf in leaves):
+        full = [i for i, leaf in enumerate(leaves) if leaf.size]
+        done = _of_leaves([views[i] for i in full], steps, [leaves[i] for i in full])
+        return [dict(zip(full, done, strict=True)).get(i, leaf) for i, leaf in enumerate(leaves)]
     stacks = [_lying(leaf, view) for leaf, view in zip(leaves, views, strict=True)]
     on_cpu = partial(_of_stacks, steps, _AT_ONCE_ON_CPU, None)
     elsewhere = partial(_of_stacks, steps, _AT_ONCE, jnp.bfloat16)
@@ -106,7 +110,7 @@ def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:
     """A leaf as a stack of matrices (batch, m, n) with m at most n, float32 or wider."""
     matrices = to_matrices(leaf, view)
     rows, columns = matrices.shape[-2:]
-    stack = matrices.reshape(-1, rows, columns)
+    stack = matrices.reshape(math.prod(matrices.shape[:-2]), rows, columns)
     stack = stack if rows <= columns else jnp.swapaxes(stack, 1, 2)
     return stack.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
@@ -125,10 +129,10 @@ def _of_stacks(
     """Orthogonalizes stacks of matrices, of those of one shape as many at once as there may be."""
     parts: list[list[jax.Array]] = [[] for _ in stacks]
     grouping = grouping_of(stacks)
+    ready = jnp.zeros(())
     for group in (group for kind in grouping.kinds for group in kind):
         _, m, n = stacks[group[0]].shape
         each = max(at_once // max(m * n, 1), 1)
-        ready = jnp.zeros(())
         for pieces in _pieces([grouping.sizes[i] for i in group], each):
             taken = [stacks[group[i]][start:stop] for i, start, stop in pieces]
             batch = begin_after(ready, jnp.concatenate(taken))

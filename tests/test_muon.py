@@ -196,6 +196,8 @@ HIDDEN = {
     "transformer/~/multi_head_attention/w": (64, 192),
     "MultiHeadDotProductAttention_0/out/kernel": (64, 64),
     "layers/mlp/kernel": (12, 64, 256),
+    "norm_mlp/kernel": (64, 64),
+    "attention_head_0/w": (64, 64),
     "w": (64, 64),
 }
 NOT_HIDDEN = {
@@ -209,7 +211,9 @@ NOT_HIDDEN = {
     "layers/bias": (12, 64),
     "out/kernel": (64, 2048),
     "conv": (3, 3, 3, 64),
-    "b": (64,),
+    "b": (24, 256),
+    "LMHead/kernel": (64, 64),
+    "vector": (64,),
 }
 
 
@@ -293,6 +297,20 @@ def test_the_state_is_read_resized_and_counted():
     count = sum(np.prod(shape) for shape in shapes.values())
     tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4")
     assert adapprox_jax.state_nbytes(tx, params) < 0.75 * count
+
+
+def test_leaves_without_entries_pass():
+    params = {"w": jnp.ones((8, 16)), "none": jnp.ones((0, 16)), "no layers": jnp.ones((0, 8, 16))}
+    tx = adapprox_jax.orthogonalize()
+    updates, _ = tx.update(params, tx.init(params))
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
+def test_from_adam_says_that_it_knows_no_orthogonal_directions():
+    params = {"w": jnp.ones((64, 128)), "wte": jnp.ones((512, 64))}
+    tx, adam = adapprox_jax.adapprox_muon(1e-3), optax.adamw(1e-3)
+    with pytest.raises(ValueError, match="tx has several second moments; allowed: adapprox"):
+        adapprox_jax.from_adam(tx, adam.init(params), params)
 
 
 def test_boxes_and_injected_hyperparameters():
