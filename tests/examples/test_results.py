@@ -64,7 +64,12 @@ def test_the_comparison_was_run_with_todays_defaults(record, name):
 
 
 def all_runs():
-    files = ("adamw_at_1.2e-3.jsonl", "choices.jsonl", "larger_vocabulary.jsonl")
+    files = (
+        "adamw_at_1.2e-3.jsonl",
+        "choices.jsonl",
+        "larger_vocabulary.jsonl",
+        "orthogonal_4_bits.jsonl",
+    )
     both = COMPARISON["runs"] + ORTHOGONAL["runs"]
     return both + [row for name in files for row in records.read(LOSSES / name)]
 
