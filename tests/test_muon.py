@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,17 +14,9 @@ from adapprox_jax.newton_schulz import newton_schulz
 from adapprox_jax.orthogonal_directions import _pieces
 from adapprox_jax.random_start import draw_start, start_columns
 from tests import reference, reference_muon
+from tests.test_phases import gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
-
-
-def gradients(steps, shapes=SHAPES, seed=0):
-    rng = np.random.default_rng(seed)
-    sizes = {name: np.exp(rng.normal(size=shape)) for name, shape in shapes.items()}
-    return [
-        {name: (rng.normal(size=x.shape) * x).astype(np.float32) for name, x in sizes.items()}
-        for _ in range(steps)
-    ]
 
 
 def run(tx, grads, params=None):
@@ -98,7 +89,7 @@ def muon_numbers(params):
 
 
 def test_without_second_moment_it_is_muon():
-    grads = gradients(50)
+    grads = gradients(50, SHAPES)
     muon = optax.contrib.muon(
         1e-2, consistent_rms=0.2, weight_decay=0.1, muon_weight_dimension_numbers=muon_numbers
     )
@@ -158,7 +149,7 @@ def test_the_library_follows_the_reference(s, keywords, tall):
 
 
 def test_everything_else_is_adapprox():
-    grads = gradients(5)
+    grads = gradients(5, SHAPES)
     nothing = jax.tree.map(lambda _: False, grads[0])
     ours = adapprox_jax.adapprox_muon(
         1e-2, b2=0.99, b1_elsewhere=0.8, orthogonalized=nothing, max_rank=4, rate_elsewhere=0.25
@@ -171,7 +162,7 @@ def test_everything_else_is_adapprox():
 def test_updates_have_a_root_mean_square_of_a_fifth_at_any_scale_of_the_gradients():
     tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0.0, min_dim_size_to_factor=1)
     for scale in (1e-15, 1e15):
-        grads = [{"w": scale * g["wide"]} for g in gradients(3)]
+        grads = [{"w": scale * g["wide"]} for g in gradients(3, SHAPES)]
         updates = run(tx, grads)[0][-1]["w"]
         np.testing.assert_allclose(np.sqrt(np.mean(np.square(updates))), 0.2, rtol=1e-4)
 
@@ -314,6 +305,7 @@ def test_from_adam_says_that_it_knows_no_orthogonal_directions():
 
 
 def test_boxes_and_injected_hyperparameters():
+    nn = pytest.importorskip("flax.linen")
     boxed = {
         "w": nn.Partitioned(jnp.ones((64, 96)), ("in", "out")),
         "bias": nn.Partitioned(jnp.ones(64), ("out",)),
