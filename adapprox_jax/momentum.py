@@ -1,6 +1,5 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ from adapprox_jax.matrix_view import (
     matrix_axes,
     resolve_dimension_numbers,
 )
-from adapprox_jax.ordering import begin_after_on_cpu
 from adapprox_jax.quantization import (
     BLOCK,
     dequantize,
@@ -125,9 +123,13 @@ def guided_ema(
         # A state from before codes were rounded stochastically has no step.
         last = jnp.zeros([], jnp.int32) if isinstance(state.step, tuple) else state.step
         step = () if bits is None and not nesterov else optax.safe_increment(last)
-        average_leaf = partial(_average_leaf, b1=b1, bits=bits, step=step, nesterov=nesterov)
-        scales = no_scales if bits is None else state.scale
-        results = _in_turn(average_leaf, updates, state.mu, scales)
+        results = jax.tree_util.tree_map_with_path(
+            partial(_average_leaf, b1=b1, bits=bits, step=step, nesterov=nesterov),
+            updates,
+            state.mu,
+            no_scales if bits is None else state.scale,
+            is_leaf=is_box,
+        )
         averages, mu, scale = _unzip(updates, results, 3)
         if cosine_guidance:
             factor = partial(guidance_scale, eps=eps, max_scale=max_scale)
@@ -202,33 +204,8 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
     return codes, scales
 
 
-def _in_turn(function: Callable[..., Any], updates: Any, mu: Any, scales: Any) -> Any:
-    """Calls a function of a path, what may be waited for, and a leaf of each tree.
-
-    On a CPU the codes of a leaf wait for those of the one before, so that no more than one average
-    is in memory.
-    """
-    structure: Any
-    named, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_box)
-    leaves = zip(named, structure.flatten_up_to(mu), structure.flatten_up_to(scales), strict=True)
-    results = []
-    ready = jnp.zeros(())
-    for (path, update), of_mu, of_scale in leaves:
-        results.append(function(path, ready, update, of_mu, of_scale))
-        if _is_coded(of_scale):
-            ready = _sum_of_scales(unbox(results[-1][2]))
-    return structure.unflatten(results)
-
-
-def _sum_of_scales(scales: jax.Array) -> jax.Array:
-    """A number that is not negative and known once the codes of a leaf are."""
-    total = with_automatic_axes(lambda x: jnp.sum(x.astype(jnp.float32)), jnp.zeros(()))
-    return total(scales)
-
-
 def _average_leaf(
     path: Any,
-    ready: jax.Array,
     update: Any,
     mu: Any,
     scale: Any,
@@ -248,26 +225,13 @@ def _average_leaf(
         return rebox(update, emitted), rebox(mu, average.astype(kept.dtype)), scale
 
     def coded(
-        given: jax.Array,
-        kept: jax.Array,
-        scales: jax.Array,
-        ready: jax.Array,
-        step: jax.Array,
-        bits: int = bits,
+        given: jax.Array, kept: jax.Array, scales: jax.Array, step: jax.Array, bits: int = bits
     ) -> tuple[jax.Array, ...]:
-        def average_of(given: jax.Array, kept: jax.Array, scales: jax.Array) -> jax.Array:
-            previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
-            return jnp.asarray(b1 * previous + (1 - b1) * given)
-
-        average = average_of(begin_after_on_cpu(ready, given), kept, scales)
+        previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
+        average = jnp.asarray(b1 * previous + (1 - b1) * given)
+        emitted = _look_ahead(average, given, b1, step) if nesterov else average
         # To the nearest code, a slow change of the average would be lost.
-        codes, new_scales = quantize(average, bits, uniform_noise(given.shape, step))
-        if not nesterov:
-            return average, codes, new_scales
-        # On a CPU made anew: what is emitted is needed late, and need not be kept until then.
-        ready = jnp.sum(new_scales.astype(jnp.float32))
-        again = begin_after_on_cpu(ready, given)
-        return _look_ahead(average_of(again, kept, scales), again, b1, step), codes, new_scales
+        return emitted, *quantize(average, bits, uniform_noise(given.shape, step))
 
     codes_like = quantized_like(given.shape, bits)[0]
     if kept.dtype != codes_like.dtype:
@@ -277,7 +241,7 @@ def _average_leaf(
         )
     _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
     operands = given, kept, scales
-    emitted, codes, scales = with_automatic_axes(coded, operands)(*operands, ready, step)
+    emitted, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
     return rebox(update, emitted), rebox(mu, codes), rebox(scale, scales)
 
 

@@ -15,10 +15,3 @@ def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
     # Else a leaf would come to vary over devices as the one before it does.
     waits = varies_no_more(ready, array)
     return jnp.where(ready < 0, 0, array).astype(array.dtype) if waits else array
-
-
-def begin_after_on_cpu(ready: jax.Array, array: jax.Array) -> jax.Array:
-    """`begin_after` in what is compiled for a CPU; elsewhere the array as it is."""
-    if not any(isinstance(x, jax.core.Tracer) for x in (ready, array)):
-        return array
-    return jax.lax.platform_dependent(ready, array, cpu=begin_after, default=lambda _, x: x)

@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     settings: Settings
     axis: int  # of a matrix of the gradient, along which q stands
     batch: int  # matrices
-    rows: int  # the shorter side
+    shorter_side: int
     capacity: int  # columns of the buffers
 
     @property
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     @property
     def width(self) -> int:
         """Columns worked on: those of the buffers, and p more."""
-        return self.settings.subspace.width(self.capacity, self.rows)
+        return self.settings.subspace.width(self.capacity, self.shorter_side)
 
 
 class Matrices(NamedTuple):
@@ -86,7 +86,7 @@ class Errors(NamedTuple):
 
     error: jax.Array
     drift: jax.Array
-    too_early: jax.Array  # false
+    false_once_known: jax.Array
 
 
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
@@ -217,5 +217,5 @@ def new_state(
     u = u * plan.settings.approximation.of_scale(of.scale)
     new = LeafState(q, u, rank, errors.error, errors.drift, ())
     return jax.tree.map(
-        lambda x, last: jnp.where(errors.too_early, 0, x).astype(last.dtype), new, of.state
+        lambda x, last: jnp.where(errors.false_once_known, 0, x).astype(last.dtype), new, of.state
     )

@@ -14,7 +14,7 @@ from adapprox_jax.newton_schulz import newton_schulz
 from adapprox_jax.orthogonal_directions import _pieces
 from adapprox_jax.random_start import draw_start, start_columns
 from tests import reference, reference_muon
-from tests.test_phases import gradients
+from tests.test_phases import branches, gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
 
@@ -321,7 +321,7 @@ def test_boxes_and_injected_hyperparameters():
         results.append(jax.tree.leaves(updates))
     for one, other in zip(*results, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-    assert float(np.sqrt(np.mean(np.square(results[0][1])))) == pytest.approx(0.002, rel=0.06)
+    assert float(np.sqrt(np.mean(np.square(results[0][1])))) == pytest.approx(0.002, rel=1e-3)
 
 
 def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16():
@@ -332,4 +332,6 @@ def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16():
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     of_both = [line for line in products if "tensor<2x70x90xbf16>" in line]
     assert of_both, "matrices of one shape are worked on together"
-    assert "stablehlo.if" not in text
+    assert not branches(text)
+    # Rounds of Cholesky QR, steps of Newton-Schulz: of known length.
+    assert text.count("stablehlo.while") <= 2
