@@ -1,5 +1,6 @@
 """Matrices worked on in tiles of their longer side, so that no intermediate is as large as they."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,8 +11,9 @@ import jax.numpy as jnp
 class Tiling(NamedTuple):
     """How the longer side of a matrix is cut.
 
-    Rows are dealt out to the tiles in turn: of rows that are sharded every device then works on
-    its own. Columns are cut into blocks, because single columns are far apart in memory.
+    Columns are cut into blocks. Rows are first cut into up to 64 groups, of which each tile gets an
+    equal share: of rows that are sharded every device then works on its own. The rows of a share
+    lie side by side: single ones, far apart in memory, take longer to read.
     """
 
     tiles: int  # how many, a divisor of the longer side
@@ -21,15 +23,23 @@ class Tiling(NamedTuple):
         """One tile of an array that has the longer side along `dim`."""
         if self.tiles == 1:
             return array
-        shape, tile_dim = self._split(array.shape, dim)
-        return jax.lax.dynamic_index_in_dim(array.reshape(shape), index, tile_dim, keepdims=False)
+        before, size, after = self._sides(array.shape, dim)
+        split = array.reshape(*before, *self._cut(size), *after)
+        tile = jax.lax.dynamic_index_in_dim(split, index, dim + 1, keepdims=False)
+        return tile.reshape(*before, size // self.tiles, *after)
 
     def put(
         self, array: jax.Array, dim: int, index: jax.typing.ArrayLike, tile: jax.Array
     ) -> jax.Array:
         """The array with one tile replaced."""
-        shape, tile_dim = self._split(array.shape, dim)
-        split = jax.lax.dynamic_update_index_in_dim(array.reshape(shape), tile, index, tile_dim)
+        before, size, after = self._sides(array.shape, dim)
+        groups, _, share = self._cut(size)
+        split = jax.lax.dynamic_update_index_in_dim(
+            array.reshape(*before, *self._cut(size), *after),
+            tile.reshape(*before, groups, share, *after),
+            index,
+            dim + 1,
+        )
         return split.reshape(array.shape)
 
     def cache_if_whole(
@@ -41,13 +51,18 @@ class Tiling(NamedTuple):
         whole = tile_of(0)
         return lambda _: whole
 
-    def _split(self, shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], int]:
-        size = shape[dim] // self.tiles
-        tile_dim = dim + 1 if self.axis == 1 else dim
-        parts = (size, self.tiles) if self.axis == 1 else (self.tiles, size)
-        return (*shape[:dim], *parts, *shape[dim + 1 :]), tile_dim
+    def _cut(self, size: int) -> tuple[int, int, int]:
+        """Groups, tiles, and how much of a group is a tile's."""
+        of_tile = size // self.tiles
+        groups = math.gcd(of_tile, _MOST_GROUPS) if self.axis == 1 else 1
+        return groups, self.tiles, of_tile // groups
+
+    @staticmethod
+    def _sides(shape: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+        return shape[:dim], shape[dim], shape[dim + 1 :]
 
 
+_MOST_GROUPS = 64  # a power of two, which suits a mesh
 _LARGEST_WHOLE = 2**23  # entries: 32 MiB in float32
 _TILE = 2**20  # entries of a tile; from 2**17 to 2**22 there was no difference in time
 
