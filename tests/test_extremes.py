@@ -127,3 +127,18 @@ def test_clipping_scales_down_to_its_threshold():
         small = leaf / np.sqrt(np.mean(leaf**2)) * np.float32(threshold / 2)
         clipped, _ = tx.update(small, tx.init(leaf))
         np.testing.assert_array_equal(clipped, small)
+
+
+@pytest.mark.parametrize("optimizer", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+@pytest.mark.parametrize("sizes", [(0, 1e36, 0), (1, 1e18, 1e36)], ids=str)
+def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(optimizer, sizes):
+    """As long as none is 1e19 times as large as all before it (`unit_scale`). Of matrices with factors, and of vectors and small matrices without."""
+    tx = optimizer(1e-2, max_rank=4, min_dim_size_to_factor=8)
+    params = {"kernel": SCALES, "small": SCALES[:4, :4], "bias": SCALES[0]}
+    state, update = tx.init(params), jax.jit(tx.update)
+    for seed, size in enumerate(sizes):
+        unit = gradient(seed) / np.max(np.abs(gradient(seed))) * np.float32(size)
+        grads = {"kernel": unit, "small": unit[:4, :4], "bias": unit[0]}
+        updates, state = update(grads, state, params)
+        for leaf in jax.tree.leaves((updates, state)):
+            assert np.all(np.isfinite(np.asarray(leaf, np.float64)))
