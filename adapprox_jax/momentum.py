@@ -1,7 +1,7 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from adapprox_jax.matrix_view import (
 )
 from adapprox_jax.quantization import (
     BLOCK,
+    bits_of,
     dequantize,
     quantize,
     quantized_like,
@@ -24,7 +25,9 @@ from adapprox_jax.quantization import (
 from adapprox_jax.rounding import uniform_noise
 from adapprox_jax.sharding import full_along, with_automatic_axes
 from adapprox_jax.tree_checks import check_state, check_trees, leaf_name
-from adapprox_jax.validation import require, require_flag
+from adapprox_jax.validation import require, require_choice, require_flag
+
+Rounding: TypeAlias = Literal["stochastic", "nearest"]
 
 _SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and may matter
 
@@ -33,7 +36,7 @@ class GuidedEmaState(NamedTuple):
     """State of `guided_ema`."""
 
     mu: Any  # running average of the updates, with the structure and shapes of the parameters
-    scale: Any = ()  # of an average in 8 or 4 bits: of each block of `mu`, which then holds codes
+    scale: Any = ()  # of an average in codes: of each block of `mu`, which then holds codes
     step: Any = ()  # of those, and with Nesterov's momentum: updates so far, int32 scalar
 
 
@@ -44,6 +47,7 @@ def guided_ema(
     eps: jax.typing.ArrayLike = 1e-8,
     max_scale: jax.typing.ArrayLike = 10.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
+    rounding: Rounding = "stochastic",
     nesterov: bool = False,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -61,10 +65,12 @@ def guided_ema(
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
         parallel, would be multiplied by 1 / eps.
       mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type,
-        or int8 or int4 for codes with a scale for each block of 32 (`quantize`), 1.06 or 0.56 bytes
-        per parameter, rounded stochastically, so that slow changes are not lost. Leaves of fewer
-        than 4096 numbers or 32 columns are then kept as with None. Floating-point types are rounded
-        to the nearest: bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
+        or int8, "int5" or int4 for codes with a scale for each block of 32 (`quantize`), 1.06, 0.69
+        or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or 32 columns are then kept
+        as with None. Floating-point types are rounded to the nearest: bfloat16 loses changes of
+        less than a 512th a step, as with b1 = 0.999.
+      rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
+        the noise, which counts where an orthogonalization follows and makes more of it.
       nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) in place of M, as Optax's Muon
         does. The average that is stored is the same. Not with guidance.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
@@ -93,6 +99,7 @@ def guided_ema(
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
         require("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
+    require_choice("rounding", rounding, get_args(Rounding))
     require_flag("nesterov", nesterov)
     if cosine_guidance and nesterov:
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
@@ -124,7 +131,9 @@ def guided_ema(
         last = jnp.zeros([], jnp.int32) if isinstance(state.step, tuple) else state.step
         step = () if bits is None and not nesterov else optax.safe_increment(last)
         results = jax.tree_util.tree_map_with_path(
-            partial(_average_leaf, b1=b1, bits=bits, step=step, nesterov=nesterov),
+            partial(
+                _average_leaf, b1=b1, bits=bits, rounding=rounding, step=step, nesterov=nesterov
+            ),
             updates,
             state.mu,
             no_scales if bits is None else state.scale,
@@ -154,7 +163,7 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
         kept = unbox(mu)
         if not _is_coded(scale):
             return rebox(mu, jnp.asarray(unbox(average), kept.dtype)), scale
-        codes, scales = quantize(unbox(average), 8 if kept.dtype == jnp.int8 else 4)
+        codes, scales = quantize(unbox(average), bits_of(kept, unbox(average).shape[-1]))
         return rebox(mu, codes), rebox(scale, scales)
 
     no_scales = jax.tree.map(lambda _: (), average, is_leaf=is_box)
@@ -179,14 +188,15 @@ def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     if mu_dtype is None:
         return None
     try:
-        name = jnp.dtype(mu_dtype).name
+        name = "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
     except TypeError:
         name = repr(mu_dtype)
-    if name in ("int8", "int4"):
+    if name in ("int8", "int5", "int4"):
         return int(name.removeprefix("int"))
     if name.startswith(("float", "bfloat")):
         return None
-    raise ValueError(f"mu_dtype is {name}; allowed: None, floating-point types, int8, int4.")
+    allowed = "None, floating-point types, int8, int5, int4"
+    raise ValueError(f"mu_dtype is {name}; allowed: {allowed}.")
 
 
 def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
@@ -212,6 +222,7 @@ def _average_leaf(
     *,
     b1: jax.typing.ArrayLike,
     bits: int | None,
+    rounding: Rounding,
     step: Any,
     nesterov: bool,
 ) -> tuple[Any, Any, Any]:
@@ -230,8 +241,8 @@ def _average_leaf(
         previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
         average = jnp.asarray(b1 * previous + (1 - b1) * given)
         emitted = _look_ahead(average, given, b1, step) if nesterov else average
-        # To the nearest code, a slow change of the average would be lost.
-        return emitted, *quantize(average, bits, uniform_noise(given.shape, step))
+        noise = uniform_noise(given.shape, step) if rounding == "stochastic" else None
+        return emitted, *quantize(average, bits, noise)
 
     codes_like = quantized_like(given.shape, bits)[0]
     if kept.dtype != codes_like.dtype:

@@ -64,7 +64,8 @@ def adapprox_muon(
       b2: Decay of the second moments, in [0, 1).
       eps: Added to the root of a second moment, at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running averages, as in `guided_ema`: int8 and int4 for codes.
+      mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
+        Of hidden matrices they are rounded to the nearest.
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       orthogonalized: Which leaves are hidden matrices: a tree of booleans, or a function from the
@@ -144,7 +145,13 @@ def adapprox_muon(
 
     numbers = weight_dimension_numbers
     direction = (
-        guided_ema(b1, mu_dtype=mu_dtype, nesterov=nesterov, weight_dimension_numbers=numbers),
+        guided_ema(
+            b1,
+            mu_dtype=mu_dtype,
+            rounding="nearest",
+            nesterov=nesterov,
+            weight_dimension_numbers=numbers,
+        ),
         orthogonalize(newton_schulz_steps, numbers),
     )
     to_size = (

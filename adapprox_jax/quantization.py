@@ -1,4 +1,4 @@
-"""Arrays in 8 or 4 bits a number, with one scale for each block of 32 along the last axis."""
+"""Arrays in 8, 5 or 4 bits a number, with one scale for each block of 32 along the last axis."""
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +9,31 @@ from adapprox_jax.validation import require, require_choice, require_integer
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
-_CODE_DTYPES = {8: jnp.int8, 4: jnp.uint8}  # two numbers of 4 bits lie in one byte
+_BITS = (8, 5, 4)
 
 
 def quantize(
     array: jax.Array, bits: int = 8, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to signed codes of 8 or 4 bits.
+    """Rounds an array to signed codes of 8, 5 or 4 bits.
 
     A number x of a block with largest magnitude s has the code round(c sign(x) sqrt(|x| / s)) with
-    c = 127 or 7: the root gives small numbers finer steps.
+    c = 127, 15 or 7: the root gives small numbers finer steps.
 
     Args:
       array: (..., n), real.
-      bits: 8 or 4.
+      bits: 8, 5 or 4.
       noise: Random numbers in [0, 1) of the shape of the array: it is rounded up or down with the
         odds at which what the codes stand for is right on average, as an average that is stored
         again and again has to be. None: to the nearest code.
 
     Returns:
-      Codes: int8 (..., n), or uint8 (..., n / 2 rounded up). Scales: bfloat16 (..., n / 32 rounded
-      up), so that a number costs 1.06 or 0.56 bytes.
+      Codes: int8 (..., n), uint8 (..., 20 blocks) or uint8 (..., n / 2 rounded up). Scales:
+      bfloat16 (..., blocks), where blocks is n / 32 rounded up. A number costs 1.06, 0.69 or 0.56
+      bytes.
 
     Raises:
-      ValueError: bits is neither 8 nor 4, or the array is a scalar.
+      ValueError: bits is none of these, or the array is a scalar.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -43,7 +44,7 @@ def quantize(
     Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a root in place of
     their table of codes.
     """
-    require_choice("bits", bits, tuple(_CODE_DTYPES))
+    require_choice("bits", bits, _BITS)
     given = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
     if given[0] is None or not jnp.issubdtype(given[1], jnp.floating):
         allowed = "an array of a real floating-point type"
@@ -76,16 +77,18 @@ def quantize(
         below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
         low, high = (jnp.sign(code) * jnp.square(code / largest) for code in (below, below + 1))
         codes = below + (in_blocks(noise) < (unit - low) / (high - low))
-    codes = codes.astype(jnp.int8).reshape(*array.shape[:-1], blocks.shape[-2] * BLOCK)
-    codes = codes[..., : n + n % 2]
-    return (codes[..., :n] if bits == 8 else _packed(codes)), scales
+    codes = codes.astype(jnp.int8)
+    if bits == 5:
+        return _packed_in_5_bits(codes), scales
+    codes = codes.reshape(*array.shape[:-1], blocks.shape[-2] * BLOCK)
+    return (codes[..., :n] if bits == 8 else _packed(codes[..., : n + n % 2])), scales
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     """The numbers that codes stand for.
 
     Args:
-      codes: From `quantize`; their type tells the bits.
+      codes: From `quantize`; their type and number tell the bits.
       scales: From `quantize`.
       n: Numbers along the last axis.
 
@@ -102,14 +105,13 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
       [ 3. -3.  0.]
     """
     require_integer("n", n, 0)
-    by_dtype = {jnp.dtype(dtype): bits for bits, dtype in _CODE_DTYPES.items()}
-    require_choice("codes.dtype", codes.dtype, tuple(by_dtype))
-    bits = by_dtype[codes.dtype]
+    require_choice("codes.dtype", codes.dtype, (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)))
+    bits = bits_of(codes, n)
     like = quantized_like((*codes.shape[:-1], n), bits)
     given, expected = (codes.shape, scales.shape), tuple(x.shape for x in like)
     if given != expected:
         raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {expected}.")
-    signed = _unpacked(codes) if bits == 4 else codes
+    signed = {8: lambda x: x, 5: _unpacked_from_5_bits, 4: _unpacked}[bits](codes)
     unit = in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
     numbers = jnp.sign(unit) * jnp.square(unit) * scales.astype(jnp.float32)[..., None]
     return numbers.reshape(*codes.shape[:-1], numbers.shape[-2] * BLOCK)[..., :n]
@@ -122,6 +124,13 @@ def quantized_like(
     return jax.eval_shape(lambda x: quantize(x, bits), jax.ShapeDtypeStruct(shape, np.float32))
 
 
+def bits_of(codes: jax.Array, n: int) -> int:
+    """The bits of codes of n numbers along the last axis."""
+    if codes.dtype == jnp.int8:
+        return 8
+    return 4 if codes.shape[-1] == -(-n // 2) else 5
+
+
 def in_blocks(array: jax.Array) -> jax.Array:
     """(..., n) as (..., blocks, 32), with zeros after the last number."""
     missing = -array.shape[-1] % BLOCK
@@ -130,7 +139,7 @@ def in_blocks(array: jax.Array) -> jax.Array:
 
 
 def _packed(codes: jax.Array) -> jax.Array:
-    """int8 codes of 4 bits (..., 2 n) as bytes (..., n)."""
+    """The lower 4 bits of int8 codes (..., 2 n) as bytes (..., n)."""
     pairs = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(*codes.shape[:-1], -1, 2)
     return (pairs[..., 0] & 0xF) | (pairs[..., 1] << 4)
 
@@ -140,3 +149,19 @@ def _unpacked(packed: jax.Array) -> jax.Array:
     nibbles = jnp.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
     signed = (nibbles ^ 8).astype(jnp.int8) - 8
     return signed.astype(jnp.int8)
+
+
+def _packed_in_5_bits(codes: jax.Array) -> jax.Array:
+    """int8 codes (..., blocks, 32) as bytes (..., 20 blocks): of each block 16 with the lower 4
+    bits, and 4 with the signs.
+    """
+    parts = _packed(codes), jnp.packbits(codes < 0, axis=-1)
+    return jnp.concatenate(parts, axis=-1).reshape(*codes.shape[:-2], -1)
+
+
+def _unpacked_from_5_bits(packed: jax.Array) -> jax.Array:
+    """The int8 codes (..., 32 blocks) in bytes (..., 20 blocks)."""
+    blocks = packed.reshape(*packed.shape[:-1], -1, 20)
+    lower = _unpacked(blocks[..., :16]) & 0xF
+    negative = jnp.unpackbits(blocks[..., 16:], axis=-1).astype(jnp.int8)
+    return (lower - 16 * negative).reshape(*packed.shape[:-1], -1)

@@ -79,7 +79,7 @@ class AdapproxOptions:
     bias_correction: bool | None = None
     clipping_threshold: float | None = None
     min_dim_size_to_factor: int | None = None
-    mu_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
     factor_dtype: Literal["float32", "bfloat16"] | None = None
     muon_b1: float | None = None
     """Of adapprox-muon alone, as all that follow: b1 of the hidden matrices."""
@@ -89,6 +89,7 @@ class AdapproxOptions:
     newton_schulz_steps: int | None = None
     second_moment: bool | None = None
     rate_elsewhere: float | None = None
+    """Of muon, too: what the rates of everything but the hidden matrices are multiplied by."""
 
     def given(self) -> dict[str, Any]:
         """The options that are not None."""
@@ -145,7 +146,8 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     Args:
       name: One of `NAMES`.
       hyper: What all optimizers share.
-      options: What is given to Adapprox beyond its defaults; the others ignore it.
+      options: What is given to Adapprox beyond its defaults; the others ignore it, but for the
+        rate elsewhere of "muon".
 
     Returns:
       The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
@@ -158,7 +160,9 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
         case "adapprox" | "adapprox-paper" | "adapprox-muon":
             used = keywords(name, hyper, options)
         case "muon":
-            used = {part.__name__: _arguments(part, **given) for part, given in _muon(hyper)}
+            used = {
+                part.__name__: _arguments(part, **given) for part, given in _muon(hyper, options)
+            }
         case "adamw":
             used = _arguments(optax.adamw, **_shared(hyper))
         case "adafactor":
@@ -184,7 +188,9 @@ def _adafactor(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[st
     ]
 
 
-def _muon(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
+def _muon(
+    hyper: Hyperparameters, options: AdapproxOptions
+) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
     """Optax's Muon with rates like AdamW's, of the matrices that `adapprox_muon` orthogonalizes.
 
     Its own decay would reach vectors, and a rate of -1 leaves its sign to the one that follows.
@@ -196,6 +202,8 @@ def _muon(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[str, An
         "adam_b2": MUON_B2,
         "muon_weight_dimension_numbers": hidden_numbers,
     }
+    if options.rate_elsewhere is not None:
+        muon["adam_learning_rate"] = -options.rate_elsewhere
     decay = {"weight_decay": hyper.weight_decay, "mask": is_matrix}
     return [(optax.contrib.muon, muon), (optax.add_decayed_weights, decay)]
 
@@ -263,7 +271,8 @@ def build(
       name: One of `NAMES`.
       learning_rate: A number or a schedule.
       hyper: What all optimizers share.
-      options: What is given to Adapprox beyond its defaults; the others ignore it.
+      options: What is given to Adapprox beyond its defaults; the others ignore it, but for the
+        rate elsewhere of "muon".
 
     Returns:
       An Optax gradient transformation.
@@ -279,8 +288,8 @@ def build(
         case "adamw":
             return optax.adamw(learning_rate, **_shared(hyper))
         case "adafactor" | "muon":
-            parts_of = _adafactor if name == "adafactor" else _muon
-            parts = [part(**given) for part, given in parts_of(hyper)]
+            given = _adafactor(hyper) if name == "adafactor" else _muon(hyper, options)
+            parts = [part(**arguments) for part, arguments in given]
             return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
         case _:
             raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")

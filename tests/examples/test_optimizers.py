@@ -101,3 +101,14 @@ def test_settings_go_through_json_as_they_are(name):
 def test_an_unknown_optimizer_is_refused(of):
     with pytest.raises(ValueError, match=r"optimizer must be one of adapprox, .*, got 'sgd'"):
         of("sgd")
+
+
+def test_muons_rate_elsewhere_is_that_of_adam():
+    params = {"embedding": jnp.ones((16, 8)), "mlp": jnp.ones((8, 8))}
+    moved = {}
+    for rate in (None, 0.25):
+        options = optimizers.AdapproxOptions(rate_elsewhere=rate)
+        tx = optimizers.build("muon", 1.0, optimizers.Hyperparameters(weight_decay=0.0), options)
+        moved[rate], _ = tx.update(params, tx.init(params), params)
+    np.testing.assert_allclose(moved[0.25]["embedding"], 0.25 * moved[None]["embedding"])
+    np.testing.assert_array_equal(moved[0.25]["mlp"], moved[None]["mlp"])
