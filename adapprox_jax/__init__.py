@@ -11,6 +11,7 @@ from adapprox_jax.low_rank import srsi
 from adapprox_jax.matrix_view import MatrixDimensionNumbers
 from adapprox_jax.momentum import GuidedEmaState, guided_ema
 from adapprox_jax.muon import adapprox_muon
+from adapprox_jax.neurons import ScaleByNeuronMomentState, scale_by_neuron_moment
 from adapprox_jax.optimizer import PAPER, adapprox
 from adapprox_jax.orthogonal_directions import orthogonalize
 from adapprox_jax.quantization import dequantize, quantize
@@ -29,6 +30,7 @@ __all__ = [
     "MatrixDimensionNumbers",
     "RankInfo",
     "ScaleByAdapproxState",
+    "ScaleByNeuronMomentState",
     "adapprox",
     "adapprox_muon",
     "clip_by_matrix_rms",
@@ -44,6 +46,7 @@ __all__ = [
     "resize",
     "sampling_threshold",
     "scale_by_adapprox",
+    "scale_by_neuron_moment",
     "scale_to_matrix_rms",
     "sigmoid_growth",
     "srsi",

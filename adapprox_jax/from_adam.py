@@ -22,6 +22,7 @@ from adapprox_jax.matrix_view import (
     view_shape,
 )
 from adapprox_jax.momentum import GuidedEmaState, stored_average
+from adapprox_jax.muon import HIDDEN
 from adapprox_jax.random_start import require_key
 from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.state import (
@@ -54,16 +55,18 @@ def from_adam(
     weight_dimension_numbers: WeightDimensionNumbers = None,
     key: int | jax.Array = 0,
 ) -> Any:
-    """Turns the state of `optax.adam` or `optax.adamw` into one of an Adapprox chain.
+    """Turns the state of `optax.adam` or `optax.adamw` into one of `adapprox`, or `adapprox_muon`.
 
     The second moment is factored by S-RSI at the full width of the buffers. The first moment is an
     average of gradients in Adam and of clipped updates here: it becomes Adam's last update,
-    clipped. Step counts, those of schedules too, go on from Adam's; what wrappers keep beside them,
-    such as the gradients that `optax.MultiSteps` gathers, begins anew. What `tx` was made with
-    cannot be read from it: give `approximate` and the rest again where they are not the defaults.
+    clipped. Of the hidden matrices of `adapprox_muon` it becomes the average as it is, and the
+    second moment of directions, which Adam does not know, begins anew. Step counts, those of
+    schedules too, go on from Adam's; what wrappers keep beside them, such as the gradients that
+    `optax.MultiSteps` gathers, begins anew. What `tx` was made with cannot be read from it: give
+    `approximate` and the rest again where they are not the defaults.
 
     Args:
-      tx: The transformation to go on with, such as `adapprox(...)`.
+      tx: The transformation to go on with, such as `adapprox(...)` or `adapprox_muon(...)`.
       adam_state: Any state that holds one `optax.ScaleByAdamState`.
       params: The parameters.
       b1: Of the Adam that made the state.
@@ -103,11 +106,6 @@ def from_adam(
     adam = _only_adam_state(adam_state)
     check_concrete("from_adam", adam)
     state = tx.init(params)
-    if len(adapprox_states(state)) > 1:
-        raise ValueError(
-            "tx has several second moments; allowed: adapprox. Adam's state does not tell that of"
-            " orthogonal directions, as adapprox_muon keeps it."
-        )
     t = int(adam.count)
     numbers = resolve_dimension_numbers(weight_dimension_numbers, adam.nu)
 
@@ -117,13 +115,13 @@ def from_adam(
     nu_hat, mu_hat = corrected(adam.nu, b2), corrected(adam.mu, b1)
 
     def second_moment(of: ScaleByAdapproxState) -> ScaleByAdapproxState:
-        nu = adam.nu if bias_correction else nu_hat
+        nu = _masked_as(of.nu, adam.nu if bias_correction else nu_hat)
         check_trees(nu, of.nu, "the second moments of adam_state")
         convert_leaf = partial(
             _factored_leaf, approximation=APPROXIMATIONS[approximate], key=random_key
         )
         leaves = jax.tree_util.tree_map_with_path(
-            convert_leaf, nu, numbers, leaf_states(of), is_leaf=is_box
+            convert_leaf, nu, _masked_as(of.nu, numbers), leaf_states(of), is_leaf=is_box
         )
         return state_of(of.count, of.key, leaves)
 
@@ -132,15 +130,34 @@ def from_adam(
         if clipping_threshold is not None:
             clip = clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
             updates, _ = clip.update(updates, optax.EmptyState())
-        return stored_average(updates, of)
+        return stored_average(_masked_as(of.mu, updates), of)
+
+    def hidden(of: Any) -> Any:
+        """The state of the directions of hidden matrices."""
+        if not isinstance(of, GuidedEmaState):
+            return of
+        stored = stored_average(_masked_as(of.mu, adam.mu), of)
+        return stored if isinstance(of.step, tuple) else stored._replace(step=adam.count)
 
     def convert(of: Any) -> Any:
+        if is_partitioned(of):
+            return of._replace(
+                inner_states={
+                    label: jax.tree.map(
+                        hidden if label == HIDDEN else convert, inner, is_leaf=is_converted
+                    )
+                    for label, inner in of.inner_states.items()
+                }
+            )
         if isinstance(of, ScaleByAdapproxState):
             return second_moment(of)
         return first_moment(of) if isinstance(of, GuidedEmaState) else of
 
     def is_converted(node: Any) -> bool:
-        return isinstance(node, ScaleByAdapproxState | GuidedEmaState)
+        return isinstance(node, ScaleByAdapproxState | GuidedEmaState) or is_partitioned(node)
+
+    def is_partitioned(node: Any) -> bool:
+        return HIDDEN in getattr(node, "inner_states", ())
 
     if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
@@ -165,6 +182,22 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
         return count if name == "count" else node
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_ours)
+
+
+def _masked_as(like: Any, tree: Any) -> Any:
+    """A tree without the leaves that `optax.masked` left out of another."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    if not any(map(is_masked, jax.tree.leaves(like, is_leaf=is_masked))):
+        return tree
+    return jax.tree.map(
+        lambda kept, x: kept if is_masked(kept) else x,
+        like,
+        tree,
+        is_leaf=lambda x: is_masked(x) or is_box(x),
+    )
 
 
 def _only_adam_state(state: Any) -> optax.ScaleByAdamState:

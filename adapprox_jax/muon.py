@@ -1,6 +1,6 @@
 """adapprox_muon: orthogonal directions with a low-rank second moment for hidden matrices."""
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import optax
@@ -10,12 +10,14 @@ from adapprox_jax.clipping import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.hidden import Selection, resolve_selection
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
+from adapprox_jax.neurons import scale_by_neuron_moment
 from adapprox_jax.optimizer import decay_and_rate
 from adapprox_jax.orthogonal_directions import orthogonalize
 from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
-from adapprox_jax.validation import require, require_flag, require_integer
+from adapprox_jax.validation import require, require_choice, require_integer
 
+HIDDEN = "hidden"  # label of the leaves whose directions are orthogonal
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
 
 
@@ -32,7 +34,7 @@ def adapprox_muon(
     orthogonalized: Selection = None,
     nesterov: bool = True,
     newton_schulz_steps: int = 5,
-    second_moment: bool = True,
+    second_moment: bool | Literal["neurons"] = True,
     b1_elsewhere: jax.typing.ArrayLike = 0.9,
     rate_elsewhere: jax.typing.ArrayLike = 1.0,
     initial_rank: int | None = None,
@@ -73,7 +75,8 @@ def adapprox_muon(
         `muon_report` tells what becomes of each.
       nesterov: Nesterov's momentum.
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
-      second_moment: False for Muon itself: directions of an RMS of about 0.2, not divided.
+      second_moment: Of the directions: True for the factors, "neurons" for one number for each
+        output of a matrix, as in NorMuon, False for none, as in Muon: an RMS of about 0.2 then.
       b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1).
       rate_elsewhere: What updates of everything else are multiplied by, above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
@@ -117,7 +120,7 @@ def adapprox_muon(
     require("b1", b1, lambda x: 0 < x < 1, "a number in (0, 1)")
     require("b1_elsewhere", b1_elsewhere, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("rate_elsewhere", rate_elsewhere, lambda x: x > 0, "a number above 0")
-    require_flag("second_moment", second_moment)
+    require_choice("second_moment", second_moment, (True, False, "neurons"))
     require_integer("newton_schulz_steps", newton_schulz_steps, 1)
 
     def scaled() -> optax.GradientTransformation:
@@ -154,9 +157,11 @@ def adapprox_muon(
         ),
         orthogonalize(newton_schulz_steps, numbers),
     )
-    to_size = (
-        (scaled(), scale_to_matrix_rms(RMS, numbers)) if second_moment else (optax.scale(RMS),)
-    )
+    to_size: tuple[optax.GradientTransformation, ...] = (optax.scale(RMS),)
+    if second_moment:
+        by_neurons = second_moment == "neurons"
+        divided = scale_by_neuron_moment(b2, eps, numbers) if by_neurons else scaled()
+        to_size = divided, scale_to_matrix_rms(RMS, numbers)
     elsewhere = (
         scaled(),
         clip_by_matrix_rms(1.0, numbers),
@@ -166,11 +171,11 @@ def adapprox_muon(
 
     def labels(params: optax.Params) -> Any:
         chosen = resolve_selection(orthogonalized, params, numbers)
-        return jax.tree.map(lambda flag: "hidden" if flag else "elsewhere", chosen)
+        return jax.tree.map(lambda flag: HIDDEN if flag else "elsewhere", chosen)
 
     return optax.chain(
         optax.partition(
-            {"hidden": optax.chain(*direction, *to_size), "elsewhere": optax.chain(*elsewhere)},
+            {HIDDEN: optax.chain(*direction, *to_size), "elsewhere": optax.chain(*elsewhere)},
             labels,
         ),
         *decay_and_rate(learning_rate, weight_decay, mask),

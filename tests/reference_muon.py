@@ -32,6 +32,7 @@ class Settings:
     nesterov: bool = True
     factored: reference.Settings | None = None
     exact: bool = False
+    neurons: int | None = None  # axis of the outputs: one number for each, as in NorMuon
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,11 @@ def step(g, state, gaussian, s):
         ahead = s.b1 * m / (1 - s.b1 ** (t + 1)) + (1 - s.b1) * g / (1 - s.b1**t)
     direction = newton_schulz(ahead, s.steps) * np.sqrt(max(g.shape))
     v, factors = state.v, state.factors
-    if s.exact:
-        v = s.b2 * v + (1 - s.b2) * direction**2
+    if s.exact or s.neurons is not None:
+        squares = direction**2
+        if s.neurons is not None:
+            squares = np.mean(squares, axis=1 - s.neurons, keepdims=True)
+        v = s.b2 * v + (1 - s.b2) * squares
         direction = direction / (np.sqrt(v) + 1e-8)
     elif s.factored:
         direction, factors = reference.step(direction, 0.0, factors, gaussian, s.factored)

@@ -132,7 +132,10 @@ def test_clipping_scales_down_to_its_threshold():
 @pytest.mark.parametrize("optimizer", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
 @pytest.mark.parametrize("sizes", [(0, 1e36, 0), (1, 1e18, 1e36)], ids=str)
 def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(optimizer, sizes):
-    """As long as none is 1e19 times as large as all before it (`unit_scale`). Of matrices with factors, and of vectors and small matrices without."""
+    """As long as none is 1e19 times as large as all before it (`unit_scale`).
+
+    Of matrices with factors, and of vectors and small matrices without.
+    """
     tx = optimizer(1e-2, max_rank=4, min_dim_size_to_factor=8)
     params = {"kernel": SCALES, "small": SCALES[:4, :4], "bias": SCALES[0]}
     state, update = tx.init(params), jax.jit(tx.update)

@@ -184,3 +184,37 @@ def test_masked_states_and_explicit_meshes():
         assert [jax.typeof(x) for x in jax.tree.leaves(state)] == types
         resized = adapprox_jax.resize(state, 4, truncate=True)
         assert jax.typeof(resized[0].error["kernel"]) == jax.typeof(state[0].error["kernel"])
+
+
+@pytest.mark.parametrize("mu_dtype", [None, "int5"])
+def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dtype):
+    """And everything else as with `adapprox`: Adam has no second moment of directions."""
+    params, state, _, loss = with_adam
+    chosen = {"hidden": True, "stack": True, "out": False, "bias": False}
+    tx = adapprox_jax.adapprox_muon(RATE, orthogonalized=chosen, mu_dtype=mu_dtype)
+    new, like = from_adam(tx, state, params), tx.init(params)
+    assert jax.tree.structure(new) == jax.tree.structure(like)
+    jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, new, like)
+    assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {150}
+    alone = adapprox_jax.adapprox(RATE, mu_dtype=mu_dtype)
+    expected = from_adam(alone, state, params)
+    parts = new[0].inner_states
+    for name in ("out", "bias"):
+        for field in ("q", "u", "nu", "mu"):
+            actual = optax.tree.get(parts["elsewhere"], field)[name]
+            np.testing.assert_array_equal(actual, optax.tree.get(expected, field)[name])
+    # The first direction is that of Adam's gradients and the new one.
+    grads = jax.grad(loss)(params, 150)
+    ahead = {}
+    for name in ("hidden", "stack"):
+        average = 0.95 * state[0].mu[name] + 0.05 * grads[name]
+        ahead[name] = 0.95 * average / (1 - 0.95**152) + 0.05 * grads[name] / (1 - 0.95**151)
+    orthogonal, _ = adapprox_jax.orthogonalize().update(ahead, optax.EmptyState())
+    updates, _ = jax.jit(tx.update)(grads, new, params)
+    for name in ("hidden", "stack"):
+        # The second moment of this one direction is its square, or nearly: signs remain.
+        # Small directions drown in the codes' rounding, and count like all others.
+        least = 0.9 if mu_dtype is None else 0.6
+        assert cosine(-updates[name], jnp.sign(orthogonal[name])) > least
+    _, _, losses = train(step_of(tx, loss), params, new, range(150, 200))
+    assert np.all(np.isfinite(losses))

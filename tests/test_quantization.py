@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits, and the running average that is kept in them."""
+"""Codes of 8, 5 and 4 bits, and the running average that is kept in them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ from adapprox_jax.quantization import quantized_like
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+BYTES = {jnp.int8: 1.0625, "int5": 0.6875, jnp.int4: 0.5625}  # a parameter
+each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, "int5", jnp.int4])
 
 
 def updates(t, like=PARAMS):
@@ -21,10 +22,10 @@ def updates(t, like=PARAMS):
     return {name: rng.normal(size=x.shape).astype(np.float32) for name, x in like.items()}
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.009), (4, 0.16)])
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.009), (5, 0.07), (4, 0.16)])
 @pytest.mark.parametrize("n", [1, 5, 32, 33, 100])
 def test_error_is_half_a_step_of_the_codes(bits, most, n):
-    """Of a block's largest magnitude: 1 / 127 and 1 / 7 at the widest step."""
+    """Of a block's largest magnitude: about 1 / 127, 1 / 15 and 1 / 7 at the widest step."""
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(3, n)) * 10.0 ** np.arange(-3, 6, 3)[:, None])
     encode = jax.jit(quantize, static_argnums=1)
@@ -40,7 +41,7 @@ def test_error_is_half_a_step_of_the_codes(bits, most, n):
     np.testing.assert_array_equal(codes, again)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 5, 4])
 def test_zeros_and_extreme_blocks(bits):
     x = jnp.asarray(np.r_[np.zeros(32), np.full(32, 1e-30), np.full(32, -3e38)], jnp.float32)
     back = adapprox_jax.dequantize(*quantize(x, bits), 96)
@@ -54,7 +55,7 @@ def test_average_follows_that_of_float32(dtype):
     Of updates that are noise alone. Stochastic rounding has twice the variance of rounding to the
     nearest, which ends below 0.25 here in 4 bits, so below 0.25 sqrt(2) = 0.36, with a margin.
     """
-    most = 0.02 if dtype == jnp.int8 else 0.4
+    most = {jnp.int8: 0.02, "int5": 0.2, jnp.int4: 0.4}[dtype]
     plain = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9))
     coded = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9, mu_dtype=dtype))
     states = [plain.init(PARAMS), coded.init(PARAMS)]
@@ -68,8 +69,23 @@ def test_average_follows_that_of_float32(dtype):
 
 
 @each_dtype
+def test_codes_may_be_those_nearest_to_the_average(dtype):
+    """With half the noise; stochastic ones are the two around it."""
+    bits = {jnp.int8: 8, "int5": 5, jnp.int4: 4}[dtype]
+    gradient = updates(0)
+    state = {}
+    for rounding in ("nearest", "stochastic"):
+        tx = adapprox_jax.guided_ema(0.0, mu_dtype=dtype, rounding=rounding)
+        _, state[rounding] = jax.jit(tx.update)(gradient, tx.init(PARAMS))
+    codes, scales = quantize(gradient["kernel"], bits)
+    np.testing.assert_array_equal(state["nearest"].mu["kernel"], codes)
+    np.testing.assert_array_equal(state["nearest"].scale["kernel"], scales)
+    assert np.any(state["stochastic"].mu["kernel"] != codes)
+
+
+@each_dtype
 def test_bytes(dtype):
-    per_parameter = 1.0625 if dtype == jnp.int8 else 0.5625
+    per_parameter = BYTES[dtype]
     shape = {"kernel": jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)}
     nbytes = adapprox_jax.state_nbytes(adapprox_jax.guided_ema(mu_dtype=dtype), shape)
     assert nbytes == per_parameter * 512 * 768 + 4  # and the step
@@ -147,12 +163,16 @@ def test_population():
 
 
 def test_bad_types_and_shapes_are_named():
-    with pytest.raises(ValueError, match="mu_dtype is int16; allowed: None, floating-point types"):
+    with pytest.raises(
+        ValueError, match="mu_dtype is int16; allowed: None, floating-point types, int8, int5, int4"
+    ):
         adapprox_jax.guided_ema(mu_dtype=jnp.int16)
     with pytest.raises(ValueError, match="mu_dtype is 'int3'; allowed"):
         adapprox_jax.guided_ema(mu_dtype="int3")
-    with pytest.raises(ValueError, match="bits is 5; allowed: 8, 4"):
-        quantize(jnp.ones(3), bits=5)
+    with pytest.raises(ValueError, match="rounding is 'up'; allowed: 'stochastic', 'nearest'"):
+        adapprox_jax.guided_ema(rounding="up")
+    with pytest.raises(ValueError, match="bits is 6; allowed: 8, 5, 4"):
+        quantize(jnp.ones(3), bits=6)
     with pytest.raises(ValueError, match=r"array\.ndim is 0; allowed: at least 1"):
         quantize(jnp.ones(()))
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)

@@ -87,7 +87,7 @@ class AdapproxOptions:
     """b2 of all leaves."""
     nesterov: bool | None = None
     newton_schulz_steps: int | None = None
-    second_moment: bool | None = None
+    second_moment: bool | Literal["neurons"] | None = None
     rate_elsewhere: float | None = None
     """Of muon, too: what the rates of everything but the hidden matrices are multiplied by."""
 

@@ -1,0 +1,97 @@
+"""scale_by_neuron_moment: a second moment of one number for each output of a matrix."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.boxes import is_box, rebox, rebox_axes, unbox
+from adapprox_jax.matrix_view import (
+    WeightDimensionNumbers,
+    check_dimension_numbers,
+    matrix_view,
+    resolve_dimension_numbers,
+)
+from adapprox_jax.sharding import full_along
+from adapprox_jax.tree_checks import check_state, check_trees, check_types
+from adapprox_jax.validation import require
+
+
+class ScaleByNeuronMomentState(NamedTuple):
+    """State of `scale_by_neuron_moment`."""
+
+    nu: Any  # averages of squares, like the parameters with rows of size 1, float32 or wider
+
+
+def scale_by_neuron_moment(
+    b2: jax.typing.ArrayLike = 0.95,
+    eps: jax.typing.ArrayLike = 1e-8,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    """Divides each column of each matrix by the root of the running average of its mean square.
+
+    A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku. A leaf
+    without matrices is divided entry by entry.
+
+    Args:
+      b2: Decay of the averages, in [0, 1).
+      eps: Added to the root, at least 0.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+
+    Returns:
+      An `optax.GradientTransformation` with state `ScaleByNeuronMomentState`.
+
+    Raises:
+      ValueError: an argument is out of range.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.scale_by_neuron_moment(b2=0.0)
+      >>> updates, _ = tx.update(jnp.array([[3.0, 0.5], [3.0, 0.5]]), tx.init(jnp.zeros((2, 2))))
+      >>> bool(jnp.allclose(updates, 1.0))
+      True
+
+    Source: NorMuon (2510.05491), the second moment of its directions.
+    """
+    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    check_dimension_numbers(weight_dimension_numbers)
+
+    def zeros(param: Any, numbers: Any) -> Any:
+        leaf = unbox(param)
+        rows = matrix_view(leaf.shape, numbers).rows
+        axes = [None if axis in rows else axis for axis in range(leaf.ndim)]
+        shape = tuple(1 if axis in rows else size for axis, size in enumerate(leaf.shape))
+        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
+
+    def init(params: optax.Params) -> ScaleByNeuronMomentState:
+        check_types(params, "parameter")
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
+        return ScaleByNeuronMomentState(jax.tree.map(zeros, params, numbers, is_leaf=is_box))
+
+    def update(
+        updates: optax.Updates, state: ScaleByNeuronMomentState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByNeuronMomentState]:
+        del params
+        check_state(state, ScaleByNeuronMomentState, "scale_by_neuron_moment")
+        check_trees(updates, state.nu)
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+
+        def average(update: Any, nu: Any, of_leaf: Any) -> Any:
+            leaf, kept = unbox(update), unbox(nu)
+            rows = matrix_view(leaf.shape, of_leaf).rows
+            squares = jnp.square(leaf.astype(kept.dtype))
+            mean = jnp.mean(squares, axis=rows, keepdims=True) if rows else squares
+            return rebox(nu, b2 * kept + (1 - b2) * mean)
+
+        def scale(update: Any, nu: Any) -> Any:
+            leaf, kept = unbox(update), unbox(nu)
+            return rebox(update, (leaf / (jnp.sqrt(kept) + eps)).astype(leaf.dtype))
+
+        nu = jax.tree.map(average, updates, state.nu, numbers, is_leaf=is_box)
+        scaled = jax.tree.map(scale, updates, nu, is_leaf=is_box)
+        return scaled, ScaleByNeuronMomentState(nu)
+
+    return optax.GradientTransformation(init, update)
