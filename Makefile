@@ -12,8 +12,9 @@ VENV312 := .venv312
 PYTEST_FLAGS := -n 2 --dist worksteal -q
 
 VENV_DEVICE := .venv-device
+VENV_GPU := .venv-gpu
 
-.PHONY: train test test-all test-312 lint device-program
+.PHONY: train test test-all test-312 lint device-program on-device
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
@@ -43,6 +44,10 @@ device-program: $(VENV_DEVICE)/installed
 	JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m benchmarks.device_program
 	JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m pytest -q tests/benchmarks/test_device_program.py
 
+# All figures of the GPU of this machine, in ten minutes after the installation.
+on-device: $(VENV_GPU)/installed
+	$(VENV_GPU)/bin/python -m benchmarks.on_device
+
 # PYENV_VERSION matters only where pyenv has Python 3.12 without having it selected.
 PYTHON312 ?= env PYENV_VERSION=3.12.1 python3.12
 
@@ -56,6 +61,11 @@ $(VENV312)/installed: pyproject.toml
 	$(PYTHON312) -m venv $(VENV312)
 	$(VENV312)/bin/pip install -q --no-compile -e '.[test-library]'
 	$(VENV312)/bin/python -m compileall -q -j 0 $(VENV312)/lib  # on all cores; pip has one
+	touch $@
+
+$(VENV_GPU)/installed: pyproject.toml
+	$(PYTHON312) -m venv $(VENV_GPU)
+	$(VENV_GPU)/bin/pip install -q --no-compile -e '.[test]' 'jax[cuda12]'
 	touch $@
 
 $(VENV_DEVICE)/installed: pyproject.toml

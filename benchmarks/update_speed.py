@@ -112,6 +112,13 @@ def compiled_runner(
     record = {
         "state_mib": adapprox_jax.state_nbytes(tx, params) / MIB,
         "temporaries_mib": memory.temp_size_in_bytes / MIB,
+        "peak_mib": (
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
+        / MIB,
         "compile_seconds": seconds,
     }
     return Runner(name, model, compiled, state, operands, record)
