@@ -13,6 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 LOSSES = ROOT / "results" / "loss"
 COMPARISON = json.loads((LOSSES / "comparison.json").read_text())
 SUMMARY = COMPARISON["summary"]
+FIXED_ROUNDS = json.loads((LOSSES / "fixed_rounds.json").read_text())
 ORTHOGONAL = json.loads((LOSSES / "orthogonal.json").read_text())
 PICTURE = json.loads((ROOT / "results" / "memory" / "loss_against_bytes.json").read_text())[
     "summary"
@@ -48,6 +49,7 @@ def test_the_table_of_orthogonal_directions_is_that_of_the_records():
         (COMPARISON, "adapprox"),
         (COMPARISON, "adamw"),
         (COMPARISON, "adafactor"),
+        (FIXED_ROUNDS, "adapprox"),
         (ORTHOGONAL, "adapprox-muon"),
         (ORTHOGONAL, "muon"),
     ],
@@ -70,8 +72,8 @@ def all_runs():
         "larger_vocabulary.jsonl",
         "orthogonal_4_bits.jsonl",
     )
-    both = COMPARISON["runs"] + ORTHOGONAL["runs"]
-    return both + [row for name in files for row in records.read(LOSSES / name)]
+    of_comparisons = COMPARISON["runs"] + FIXED_ROUNDS["runs"] + ORTHOGONAL["runs"]
+    return of_comparisons + [row for name in files for row in records.read(LOSSES / name)]
 
 
 def losses_over_seeds():
@@ -91,7 +93,8 @@ def test_every_loss_on_the_pages_is_in_the_records(page):
             known |= {f"{np.mean(losses):.4f}", f"{np.std(losses, ddof=1) / 3**0.5:.4f}"}
     known |= {f"{row['validation_loss']:.4f}" for row in PICTURE.values()}
     orthogonal = (ROOT / "docs" / "orthogonal.md").read_text()
-    for text in (page, orthogonal, (ROOT / "README.md").read_text()):
+    performance = (ROOT / "docs" / "performance.md").read_text()
+    for text in (page, orthogonal, performance, (ROOT / "README.md").read_text()):
         assert set(re.findall(r"\b\d\.\d{4}\b", text)) - known <= RATES
 
 
