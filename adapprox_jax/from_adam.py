@@ -23,6 +23,7 @@ from adapprox_jax.matrix_view import (
 )
 from adapprox_jax.momentum import GuidedEmaState, stored_average
 from adapprox_jax.muon import HIDDEN
+from adapprox_jax.neurons import ScaleByNeuronMomentState
 from adapprox_jax.random_start import require_key
 from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.state import (
@@ -106,8 +107,14 @@ def from_adam(
     adam = _only_adam_state(adam_state)
     check_concrete("from_adam", adam)
     state = tx.init(params)
+    nodes = jax.tree.leaves(state, is_leaf=_is_partitioned)
+    if len(adapprox_states(state)) > 1 and not any(map(_is_partitioned, nodes)):
+        raise ValueError(
+            "tx has several second moments; allowed: those of adapprox_muon, or one. Adam's state"
+            " does not tell which of them are of directions."
+        )
+    _check_shapes(adam, params)
     t = int(adam.count)
-    numbers = resolve_dimension_numbers(weight_dimension_numbers, adam.nu)
 
     def corrected(moment: Any, decay: float) -> Any:
         return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
@@ -116,12 +123,13 @@ def from_adam(
 
     def second_moment(of: ScaleByAdapproxState) -> ScaleByAdapproxState:
         nu = _masked_as(of.nu, adam.nu if bias_correction else nu_hat)
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, nu)
         check_trees(nu, of.nu, "the second moments of adam_state")
         convert_leaf = partial(
             _factored_leaf, approximation=APPROXIMATIONS[approximate], key=random_key
         )
         leaves = jax.tree_util.tree_map_with_path(
-            convert_leaf, nu, _masked_as(of.nu, numbers), leaf_states(of), is_leaf=is_box
+            convert_leaf, nu, numbers, leaf_states(of), is_leaf=is_box
         )
         return state_of(of.count, of.key, leaves)
 
@@ -140,7 +148,7 @@ def from_adam(
         return stored if isinstance(of.step, tuple) else stored._replace(step=adam.count)
 
     def convert(of: Any) -> Any:
-        if is_partitioned(of):
+        if _is_partitioned(of):
             return of._replace(
                 inner_states={
                     label: jax.tree.map(
@@ -154,10 +162,7 @@ def from_adam(
         return first_moment(of) if isinstance(of, GuidedEmaState) else of
 
     def is_converted(node: Any) -> bool:
-        return isinstance(node, ScaleByAdapproxState | GuidedEmaState) or is_partitioned(node)
-
-    def is_partitioned(node: Any) -> bool:
-        return HIDDEN in getattr(node, "inner_states", ())
+        return isinstance(node, ScaleByAdapproxState | GuidedEmaState) or _is_partitioned(node)
 
     if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
@@ -172,7 +177,7 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
     """
 
     def is_ours(x: Any) -> bool:
-        return isinstance(x, ScaleByAdapproxState | GuidedEmaState)
+        return isinstance(x, ScaleByAdapproxState | GuidedEmaState | ScaleByNeuronMomentState)
 
     def one(path: Any, node: Any) -> Any:
         if is_ours(node):
@@ -184,20 +189,47 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_ours)
 
 
+def _is_partitioned(node: Any) -> bool:
+    """Whether this is the state in which `adapprox_muon` keeps its two kinds of leaves apart."""
+    return HIDDEN in getattr(node, "inner_states", ())
+
+
+def _check_shapes(adam: optax.ScaleByAdamState, params: optax.Params) -> None:
+    """Raises ValueError naming a leaf of which Adam's state has another shape."""
+    shapes = {name: x.shape for name, x in _leaves_by_name(params).items()}
+    for name, leaf in _leaves_by_name(adam.mu).items():
+        if shapes.get(name, leaf.shape) != leaf.shape:
+            raise ValueError(f"{name}: adam_state has shape {leaf.shape}; expected {shapes[name]}.")
+
+
+def _leaves_by_name(tree: Any) -> dict[str, Any]:
+    """Arrays, without their boxes."""
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return {leaf_name(path): unbox(leaf) for path, leaf in named}
+
+
 def _masked_as(like: Any, tree: Any) -> Any:
     """A tree without the leaves that `optax.masked` left out of another."""
 
     def is_masked(x: Any) -> bool:
         return isinstance(x, optax.MaskedNode)
 
+    def is_leaf(x: Any) -> bool:
+        return is_masked(x) or is_box(x)
+
     if not any(map(is_masked, jax.tree.leaves(like, is_leaf=is_masked))):
         return tree
-    return jax.tree.map(
-        lambda kept, x: kept if is_masked(kept) else x,
-        like,
-        tree,
-        is_leaf=lambda x: is_masked(x) or is_box(x),
-    )
+    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    by_name = {leaf_name(path): leaf for path, leaf in named}
+
+    def of_leaf(path: Any, kept: Any) -> Any:
+        if is_masked(kept):
+            return kept
+        if leaf_name(path) not in by_name:
+            raise ValueError(f"{leaf_name(path)}: adam_state has no such leaf.")
+        return by_name[leaf_name(path)]
+
+    return jax.tree_util.tree_map_with_path(of_leaf, like, is_leaf=is_leaf)
 
 
 def _only_adam_state(state: Any) -> optax.ScaleByAdamState:

@@ -162,7 +162,7 @@ def unit_scale(grad: jax.Array, largest_u: jax.Array, approximation: Approximati
     """A power of two near the largest entries of the root of V, or of G where there is no V yet.
 
     Divided by it, squares neither overflow nor vanish, and to undo the division rounds nothing. A
-    gradient may be 1e19 times as large as all before it; and 1e7 after none but vanishing ones.
+    gradient may be 1e18 times as large as all before it; and 1e7 after none but vanishing ones.
 
     Args:
       grad: G, of any shape.

@@ -16,6 +16,7 @@ from adapprox_jax.matrix_view import (
     resolve_dimension_numbers,
 )
 from adapprox_jax.quantization import (
+    BITS,
     BLOCK,
     bits_of,
     dequantize,
@@ -244,13 +245,18 @@ def _average_leaf(
         noise = uniform_noise(given.shape, step) if rounding == "stochastic" else None
         return emitted, *quantize(average, bits, noise)
 
-    codes_like = quantized_like(given.shape, bits)[0]
-    if kept.dtype != codes_like.dtype:
+    fitting = [
+        b
+        for b in BITS
+        if (like := quantized_like(given.shape, b)[0]).shape == kept.shape
+        and like.dtype == kept.dtype
+    ]
+    _check_shape(path, given, f"what has codes {kept.shape}", bool(fitting))
+    if bits not in fitting:
         raise ValueError(
-            f"{leaf_name(path)}: the state's codes are {kept.dtype}; allowed: {codes_like.dtype},"
-            f" as mu_dtype=int{bits} makes them. Was the state made with another mu_dtype?"
+            f"{leaf_name(path)}: the state's codes have {fitting[0]} bits; mu_dtype is int{bits}."
+            " Was the state made with another mu_dtype?"
         )
-    _check_shape(path, given, f"{bits}-bit codes {kept.shape}", kept.shape == codes_like.shape)
     operands = given, kept, scales
     emitted, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
     return rebox(update, emitted), rebox(mu, codes), rebox(scale, scales)

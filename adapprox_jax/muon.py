@@ -17,7 +17,7 @@ from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
 from adapprox_jax.validation import require, require_choice, require_integer
 
-HIDDEN = "hidden"  # label of the leaves whose directions are orthogonal
+HIDDEN = "orthogonal directions"  # label of the leaves that have them
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
 
 
@@ -76,7 +76,9 @@ def adapprox_muon(
       nesterov: Nesterov's momentum.
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
       second_moment: Of the directions: True for the factors, "neurons" for one number for each
-        output of a matrix, as in NorMuon, False for none, as in Muon: an RMS of about 0.2 then.
+        output of a matrix (`scale_by_neuron_moment`), False for none, as in Muon: an RMS of about
+        0.2 then. In the last two cases what is explained at `scale_by_adapprox` is of everything
+        else alone.
       b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1).
       rate_elsewhere: What updates of everything else are multiplied by, above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
@@ -115,7 +117,8 @@ def adapprox_muon(
       >>> params = optax.apply_updates(params, updates)
 
     Source: Jordan et al., 2024, "Muon"; Si et al., 2025, "AdaMuon" (2507.11005), whose exact second
-    moment this factors; the paper for the factors. docs/orthogonal.md.
+    moment this factors; NorMuon (2510.05491) for that by neurons; the paper for the factors.
+    docs/orthogonal.md.
     """
     require("b1", b1, lambda x: 0 < x < 1, "a number in (0, 1)")
     require("b1_elsewhere", b1_elsewhere, lambda x: 0 <= x < 1, "a number in [0, 1)")
@@ -171,11 +174,11 @@ def adapprox_muon(
 
     def labels(params: optax.Params) -> Any:
         chosen = resolve_selection(orthogonalized, params, numbers)
-        return jax.tree.map(lambda flag: HIDDEN if flag else "elsewhere", chosen)
+        return jax.tree.map(lambda flag: HIDDEN if flag else "everything else", chosen)
 
     return optax.chain(
         optax.partition(
-            {HIDDEN: optax.chain(*direction, *to_size), "elsewhere": optax.chain(*elsewhere)},
+            {HIDDEN: optax.chain(*direction, *to_size), "everything else": optax.chain(*elsewhere)},
             labels,
         ),
         *decay_and_rate(learning_rate, weight_decay, mask),

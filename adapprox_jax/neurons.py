@@ -1,5 +1,6 @@
 """scale_by_neuron_moment: a second moment of one number for each output of a matrix."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +9,7 @@ import optax
 
 from adapprox_jax.boxes import is_box, rebox, rebox_axes, unbox
 from adapprox_jax.matrix_view import (
+    MatrixDimensionNumbers,
     WeightDimensionNumbers,
     check_dimension_numbers,
     matrix_view,
@@ -31,8 +33,9 @@ def scale_by_neuron_moment(
 ) -> optax.GradientTransformation:
     """Divides each column of each matrix by the root of the running average of its mean square.
 
-    A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku. A leaf
-    without matrices is divided entry by entry.
+    A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku; where
+    dimension numbers are given, rows and columns are those that they name. A leaf without matrices
+    is divided entry by entry. Made for directions, with entries of size one: squares may overflow.
 
     Args:
       b2: Decay of the averages, in [0, 1).
@@ -60,7 +63,7 @@ def scale_by_neuron_moment(
 
     def zeros(param: Any, numbers: Any) -> Any:
         leaf = unbox(param)
-        rows = matrix_view(leaf.shape, numbers).rows
+        rows = _inputs(leaf.shape, numbers)
         axes = [None if axis in rows else axis for axis in range(leaf.ndim)]
         shape = tuple(1 if axis in rows else size for axis, size in enumerate(leaf.shape))
         dtype = jnp.promote_types(leaf.dtype, jnp.float32)
@@ -81,10 +84,10 @@ def scale_by_neuron_moment(
 
         def average(update: Any, nu: Any, of_leaf: Any) -> Any:
             leaf, kept = unbox(update), unbox(nu)
-            rows = matrix_view(leaf.shape, of_leaf).rows
-            squares = jnp.square(leaf.astype(kept.dtype))
-            mean = jnp.mean(squares, axis=rows, keepdims=True) if rows else squares
-            return rebox(nu, b2 * kept + (1 - b2) * mean)
+            inputs = _inputs(leaf.shape, of_leaf)
+            total = jnp.sum(jnp.square(leaf.astype(kept.dtype)), axis=inputs, keepdims=True)
+            mean = total / max(math.prod(leaf.shape[axis] for axis in inputs), 1)
+            return rebox(nu, jnp.asarray(b2 * kept + (1 - b2) * mean, kept.dtype))
 
         def scale(update: Any, nu: Any) -> Any:
             leaf, kept = unbox(update), unbox(nu)
@@ -95,3 +98,13 @@ def scale_by_neuron_moment(
         return scaled, ScaleByNeuronMomentState(nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _inputs(shape: tuple[int, ...], numbers: MatrixDimensionNumbers | None) -> tuple[int, ...]:
+    """The axes within a matrix that are not outputs: a view's rows, or its columns if so named."""
+    view = matrix_view(shape, numbers)
+    if not view.is_matrix:
+        return ()
+    named = view.rows if numbers is None else numbers.rows
+    first = named if isinstance(named, int) else named[0]
+    return view.columns if first % len(shape) in view.columns else view.rows

@@ -9,7 +9,7 @@ from adapprox_jax.validation import require, require_choice, require_integer
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
-_BITS = (8, 5, 4)
+BITS = (8, 5, 4)
 
 
 def quantize(
@@ -44,7 +44,7 @@ def quantize(
     Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a root in place of
     their table of codes.
     """
-    require_choice("bits", bits, _BITS)
+    require_choice("bits", bits, BITS)
     given = getattr(array, "shape", None), getattr(array, "dtype", type(array).__name__)
     if given[0] is None or not jnp.issubdtype(given[1], jnp.floating):
         allowed = "an array of a real floating-point type"
@@ -106,11 +106,15 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     """
     require_integer("n", n, 0)
     require_choice("codes.dtype", codes.dtype, (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)))
+    given, expected = (codes.shape, scales.shape), {}
+    for bits in BITS:
+        like = quantized_like((*codes.shape[:-1], n), bits)
+        if like[0].dtype == codes.dtype:
+            expected[bits] = tuple(x.shape for x in like)
+    if given not in expected.values():
+        allowed = " or ".join(map(str, expected.values()))
+        raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {allowed}.")
     bits = bits_of(codes, n)
-    like = quantized_like((*codes.shape[:-1], n), bits)
-    given, expected = (codes.shape, scales.shape), tuple(x.shape for x in like)
-    if given != expected:
-        raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {expected}.")
     signed = {8: lambda x: x, 5: _unpacked_from_5_bits, 4: _unpacked}[bits](codes)
     unit = in_blocks(signed[..., :n].astype(jnp.float32)) / (2 ** (bits - 1) - 1)
     numbers = jnp.sign(unit) * jnp.square(unit) * scales.astype(jnp.float32)[..., None]
@@ -140,13 +144,16 @@ def in_blocks(array: jax.Array) -> jax.Array:
 
 def _packed(codes: jax.Array) -> jax.Array:
     """The lower 4 bits of int8 codes (..., 2 n) as bytes (..., n)."""
-    pairs = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(*codes.shape[:-1], -1, 2)
+    pairs = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(
+        *codes.shape[:-1], codes.shape[-1] // 2, 2
+    )
     return (pairs[..., 0] & 0xF) | (pairs[..., 1] << 4)
 
 
 def _unpacked(packed: jax.Array) -> jax.Array:
     """The int8 codes (..., 2 n) in bytes (..., n)."""
-    nibbles = jnp.stack([packed & 0xF, packed >> 4], axis=-1).reshape(*packed.shape[:-1], -1)
+    nibbles = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
+    nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     signed = (nibbles ^ 8).astype(jnp.int8) - 8
     return signed.astype(jnp.int8)
 
@@ -155,13 +162,16 @@ def _packed_in_5_bits(codes: jax.Array) -> jax.Array:
     """int8 codes (..., blocks, 32) as bytes (..., 20 blocks): of each block 16 with the lower 4
     bits, and 4 with the signs.
     """
-    parts = _packed(codes), jnp.packbits(codes < 0, axis=-1)
-    return jnp.concatenate(parts, axis=-1).reshape(*codes.shape[:-2], -1)
+    signs = (codes < 0).astype(jnp.uint8).reshape(*codes.shape[:-1], 4, 8)
+    signs = jnp.sum(signs << np.arange(8, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
+    parts = _packed(codes), signs
+    return jnp.concatenate(parts, axis=-1).reshape(*codes.shape[:-2], 20 * codes.shape[-2])
 
 
 def _unpacked_from_5_bits(packed: jax.Array) -> jax.Array:
     """The int8 codes (..., 32 blocks) in bytes (..., 20 blocks)."""
-    blocks = packed.reshape(*packed.shape[:-1], -1, 20)
+    blocks = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 20, 20)
     lower = _unpacked(blocks[..., :16]) & 0xF
-    negative = jnp.unpackbits(blocks[..., 16:], axis=-1).astype(jnp.int8)
-    return (lower - 16 * negative).reshape(*packed.shape[:-1], -1)
+    signs = (blocks[..., 16:, None] >> np.arange(8, dtype=np.uint8)) & 1
+    negative = signs.astype(jnp.int8).reshape(lower.shape)
+    return (lower - 16 * negative).reshape(*packed.shape[:-1], BLOCK * blocks.shape[-2])

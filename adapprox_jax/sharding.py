@@ -5,6 +5,7 @@ of sharded matrices. So the linear algebra runs with automatic axes, where the c
 and what comes out has the types that the state had.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ def full_along(
 ) -> jax.Array:
     """A constant array, sharded under an explicit mesh as the axes of a leaf that it follows.
 
+    An axis that the devices do not divide evenly is not sharded.
+
     Args:
       leaf: An array, or a `jax.ShapeDtypeStruct`.
       axes: For each axis of the result the axis of `leaf` that it follows; None for a new one.
@@ -38,10 +41,22 @@ def full_along(
     explicit = explicit_sharding(leaf)
     if explicit is None:
         return full
-    spec = PartitionSpec(*select_axes(explicit.spec, axes))
+    names = select_axes(explicit.spec, axes)
+    spec = PartitionSpec(
+        *(
+            name if size % _devices_along(explicit, name) == 0 else None
+            for name, size in zip(names, shape, strict=True)
+        )
+    )
     if not isinstance(leaf, jax.core.Tracer) and isinstance(leaf.sharding.mesh, Mesh):
         return jax.device_put(full, NamedSharding(leaf.sharding.mesh, spec))
     return jax.sharding.reshard(full, NamedSharding(explicit.mesh, spec))
+
+
+def _devices_along(sharding: NamedSharding, names: Any) -> int:
+    """Parts that an axis with these names in its spec is cut into."""
+    listed = names if isinstance(names, tuple) else (names,)
+    return math.prod(sharding.mesh.shape[name] for name in listed if name is not None)
 
 
 def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 Trains the default GPT-2 of `examples.gpt2.train` with each optimizer: every rate with the first
 seed, the best with the others. A finished run is one line of
-`results/memory/loss_against_bytes.jsonl`, and is not done again. AdamW, Adafactor and Adapprox at
-rank 8 are taken from the records of docs/results.md. Writes JSON and a picture beside the lines.
+`results/memory/loss_against_bytes.jsonl`, and is not done again. AdamW, Adafactor, Adapprox at
+rank 8, Muon and adapprox_muon are taken from the records of docs/results.md and docs/orthogonal.md.
+Writes JSON and a picture beside the lines.
 """
 
 import itertools
@@ -23,9 +24,8 @@ from matplotlib.figure import Figure
 import adapprox_jax
 from benchmarks.came import came
 from benchmarks.contenders import DECAY, adafactor
-from examples.gpt2 import records
+from examples.gpt2 import optimizers, records
 from examples.gpt2.config import Config
-from examples.gpt2.optimizers import is_matrix
 from examples.gpt2.run import run
 
 LOSSES = pathlib.Path(__file__).parents[1] / "results" / "loss"
@@ -79,7 +79,7 @@ def _adapprox(rate: optax.ScalarOrSchedule, **settings: Any) -> optax.GradientTr
     # As the runs on file were made: the default has no oversampling, with the same loss
     # (docs/design.md).
     settings = {"oversampling": 5, **settings}
-    return adapprox_jax.adapprox(rate, weight_decay=DECAY, mask=is_matrix, **settings)
+    return adapprox_jax.adapprox(rate, weight_decay=DECAY, mask=optimizers.is_matrix, **settings)
 
 
 def _with_rank(max_rank: int, mu_dtype: Any = None, **settings: Any) -> Contender:
@@ -91,20 +91,33 @@ def _with_rank(max_rank: int, mu_dtype: Any = None, **settings: Any) -> Contende
 def _quantized_adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     return optax.chain(
         scale_by_quantized_adam(),
-        optax.add_decayed_weights(DECAY, mask=is_matrix),
+        optax.add_decayed_weights(DECAY, mask=optimizers.is_matrix),
         optax.scale_by_learning_rate(rate),
+    )
+
+
+def _of_hidden_matrices(name: optimizers.Name, rate_elsewhere: float) -> Contender:
+    """With the best of the rates for everything else that docs/orthogonal.md tried."""
+    options = optimizers.AdapproxOptions(rate_elsewhere=rate_elsewhere)
+    hyper = optimizers.Hyperparameters()
+    return Contender(
+        lambda rate: optimizers.build(name, rate, hyper, options), (6e-3, 1.2e-2, 2.4e-2), name
     )
 
 
 # At the best of the rates that docs/results.md tried, or of several here where it tried none.
 CONTENDERS: dict[str, Contender] = {
     "AdamW": Contender(
-        lambda rate: optax.adamw(rate, weight_decay=DECAY, mask=is_matrix), (1.2e-3,), "adamw"
+        lambda rate: optax.adamw(rate, weight_decay=DECAY, mask=optimizers.is_matrix),
+        (1.2e-3,),
+        "adamw",
     ),
     "AdamW, 8-bit first moment": Contender(_quantized_adamw, (1.2e-3,)),
-    "Adafactor": Contender(lambda rate: adafactor(rate, mask=is_matrix), (2.4e-3,), "adafactor"),
+    "Adafactor": Contender(
+        lambda rate: adafactor(rate, mask=optimizers.is_matrix), (2.4e-3,), "adafactor"
+    ),
     "CAME": Contender(
-        lambda rate: came(rate, weight_decay=DECAY, mask=is_matrix),
+        lambda rate: came(rate, weight_decay=DECAY, mask=optimizers.is_matrix),
         (4e-5, 7.5e-5, 1.5e-4, 3e-4, 6e-4, 1.2e-3, 2.4e-3),
     ),
     "Adapprox, rank 8": _with_rank(8)._replace(recorded_as="adapprox"),
@@ -115,6 +128,8 @@ CONTENDERS: dict[str, Contender] = {
     "Adapprox, rank 8, 4 bits": _with_rank(8, jnp.int4),
     "Adapprox, rank 16, bfloat16": _with_rank(16, jnp.bfloat16),
     "Adapprox, rank 8, factors in bfloat16": _with_rank(8, factor_dtype=jnp.bfloat16),
+    "Muon": _of_hidden_matrices("muon", 4.0),
+    "adapprox_muon": _of_hidden_matrices("adapprox-muon", 2.0),
     "Adapprox, rank 8, no first moment": Contender(
         lambda rate: _adapprox(rate, b1=0.0), (6e-4, 1.2e-3, 2.4e-3)
     ),
@@ -148,10 +163,13 @@ def result(name: str, rate: float, seed: int, may_train: bool) -> dict[str, Any]
 def recorded_runs(name: str) -> list[dict[str, Any]]:
     """The runs of docs/results.md of one contender with its default settings."""
     wanted = CONTENDERS[name].recorded_as
-    rows = records.read(LOSSES / "after_speed.jsonl")
-    if wanted != "adapprox":  # whose records there are of earlier defaults
-        rows += records.read(LOSSES / "adamw_at_1.2e-3.jsonl")
-        rows += json.loads((LOSSES / "comparison.json").read_text())["runs"]
+    if wanted in ("muon", "adapprox-muon"):
+        rows = json.loads((LOSSES / f"{wanted}.json").read_text())["runs"]
+    else:
+        rows = records.read(LOSSES / "after_speed.jsonl")
+        if wanted != "adapprox":  # whose records there are of earlier defaults
+            rows += records.read(LOSSES / "adamw_at_1.2e-3.jsonl")
+            rows += json.loads((LOSSES / "comparison.json").read_text())["runs"]
     return [
         {
             "name": name,
@@ -217,7 +235,7 @@ def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
             row["bytes_a_parameter"],
             row["validation_loss"],
             row["standard_error"],
-            fmt="o" if name.startswith("Adapprox") else "s",
+            fmt="o" if name.lower().startswith("adapprox") else "s",
             color=color,
             capsize=2,
             label=name,

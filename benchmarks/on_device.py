@@ -14,6 +14,8 @@ from typing import Literal
 
 import tyro
 
+from benchmarks.update_speed import file_name
+
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 _MANY = ("adamw", "adafactor", "adapprox", "adapprox rank 16", "muon", "adapprox_muon")
 _FEW = ("adamw", "adafactor", "adapprox", "muon")
@@ -52,6 +54,7 @@ def run_parts(parts: tuple[Part, ...], seconds: float, folder: pathlib.Path, kin
     end, missing = time.monotonic() + seconds, []
     for part in parts:
         output = folder / f"{part.name}_{kind}.json"
+        output.unlink(missing_ok=True)  # of an earlier run
         left = end - time.monotonic()
         try:
             done = left > 0 and not subprocess.run(part.command(output), timeout=left).returncode
@@ -76,12 +79,14 @@ def main(seconds: float = 570.0, output: pathlib.Path = RESULTS, cpu: bool = Fal
         raise SystemExit(f"seconds is {seconds}; allowed: a number above 0.")
     # In a process of its own, because JAX takes most of a GPU's memory and keeps it.
     ask = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)"
-    answer = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True)
+    answer = subprocess.run(
+        [sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True
+    )
     platform, kind = answer.stdout.strip().split(maxsplit=1)
     if platform == "cpu" and not cpu:
         raise SystemExit("JAX sees no accelerator here; --cpu measures the CPU.")
     output.mkdir(parents=True, exist_ok=True)
-    raise SystemExit(int(run_parts(PARTS, seconds, output, kind.lower().replace(" ", "_")) > 0))
+    raise SystemExit(int(run_parts(PARTS, seconds, output, file_name(kind)) > 0))
 
 
 if __name__ == "__main__":

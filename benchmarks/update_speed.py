@@ -228,7 +228,7 @@ def main(
             model: {r.name: r.record for r in runners if r.model == model} for model in models
         },
     }
-    kind = re.sub(r"\W+", "_", device).lower()
+    kind = file_name(device)
     path = output or RESULTS / f"{what}_{'_'.join(models)}_{kind}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n")
@@ -238,6 +238,11 @@ def main(
     draw(result["records"], device, path.with_suffix(".png"))
     print(f"written: {path}")
     return result
+
+
+def file_name(device: str) -> str:
+    """The name of a device as a part of a file's."""
+    return re.sub(r"\W+", "_", device).lower()
 
 
 def print_table(records: dict[str, dict[str, Any]]) -> None:

@@ -1,5 +1,7 @@
 """Adam's states turned into Adapprox's."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -150,6 +152,17 @@ def test_states_that_do_not_fit_are_named(with_adam):
         from_adam(tx, state, params, approximate="r")
     with pytest.raises(ValueError, match=r"b1 is 1\.0; allowed"):
         from_adam(tx, state, params, b1=1.0)
+    muon = adapprox_jax.adapprox_muon(RATE)
+    with pytest.raises(
+        ValueError, match=r"\['hidden'\]: adam_state has shape \(64, 128\); expected"
+    ):
+        from_adam(muon, state, wrong)
+    with pytest.raises(ValueError, match=r"\['more'\]: adam_state has no such leaf"):
+        from_adam(muon, state, {**params, "more": jnp.ones((64, 64))})
+    by_hand = {"hidden": adapprox_jax.adapprox(RATE), "rest": adapprox_jax.adapprox(RATE)}
+    several = optax.partition(by_hand, dict.fromkeys(params, "hidden") | {"bias": "rest"})
+    with pytest.raises(ValueError, match="tx has several second moments; allowed: those of"):
+        from_adam(several, state, params)
 
 
 def test_states_can_be_donated_and_parameters_may_be_called_count():
@@ -163,6 +176,22 @@ def test_states_can_be_donated_and_parameters_may_be_called_count():
     jax.jit(tx.update, donate_argnums=1)(grads, state, params)
     assert int(adam_state[0].count) == 1
     assert adam_state[0].nu["b"].shape == (96,)  # neither was given away
+
+
+def test_by_neurons_too():
+    """Whatever the parameters are called."""
+
+    class Params(NamedTuple):
+        count: jax.Array
+
+    params = Params(jnp.ones((64, 96)))
+    adam = optax.adam(RATE)
+    _, adam_state = adam.update(params, adam.init(params))
+    tx = adapprox_jax.adapprox_muon(RATE, second_moment="neurons")
+    state = from_adam(tx, adam_state, params)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tx.init(params))
+    updates, _ = jax.jit(tx.update)(params, state, params)
+    assert np.all(np.isfinite(updates.count))
 
 
 def test_masked_states_and_explicit_meshes():

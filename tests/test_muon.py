@@ -155,6 +155,17 @@ def test_the_library_follows_the_reference(s, keywords, tall):
             assert difference <= 1e-8 * np.linalg.norm(expected), f"step {t}"
 
 
+def test_neurons_are_the_columns_or_what_is_named_so():
+    grads = {"w": gradients(1, SHAPES)[0]["wide"], "none": np.zeros((0, 16), np.float32)}
+    numbers = adapprox_jax.MatrixDimensionNumbers
+    for given, axis in ((None, 0), (numbers(0, 1), 0), (numbers(rows=1, columns=0), 1)):
+        tx = adapprox_jax.scale_by_neuron_moment(0.0, 0.0, given)
+        updates, state = tx.update(grads, tx.init(grads))
+        mean = np.mean(np.square(grads["w"]), axis=axis, keepdims=True)
+        np.testing.assert_allclose(updates["w"], grads["w"] / np.sqrt(mean), rtol=1e-5)
+        np.testing.assert_array_equal(state.nu["none"], 0)
+
+
 def test_everything_else_is_adapprox():
     grads = gradients(5, SHAPES)
     nothing = jax.tree.map(lambda _: False, grads[0])

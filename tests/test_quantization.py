@@ -150,6 +150,13 @@ def test_explicit_mesh(dtype):
     np.testing.assert_array_equal(new.mu["kernel"], plain.mu["kernel"])
 
 
+@pytest.mark.parametrize("bits", [8, 5, 4])
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
+def test_arrays_without_entries(bits, shape):
+    codes, scales = quantize(jnp.zeros(shape), bits)
+    assert adapprox_jax.dequantize(codes, scales, shape[-1]).shape == shape
+
+
 def test_population():
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int8)
     stacked = jax.tree.map(lambda p: np.stack([p, 2 * p]), PARAMS)
@@ -178,10 +185,12 @@ def test_bad_types_and_shapes_are_named():
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)
     state = jax.jit(tx.init)(PARAMS)
     wrong = {**PARAMS, "kernel": np.ones((64, 90), np.float32)}
-    with pytest.raises(ValueError, match=r"\['kernel'\]: got shape \(64, 90\); expected 4-bit"):
+    with pytest.raises(ValueError, match=r"\['kernel'\]: got shape \(64, 90\); expected what has"):
         tx.update(wrong, state)
-    with pytest.raises(ValueError, match="codes are uint8; allowed: int8, as mu_dtype=int8 makes"):
+    with pytest.raises(ValueError, match=r"codes have 4 bits; mu_dtype is int8\. Was the state"):
         adapprox_jax.guided_ema(mu_dtype=jnp.int8).update(PARAMS, state)
+    with pytest.raises(ValueError, match=r"codes have 4 bits; mu_dtype is int5\. Was the state"):
+        adapprox_jax.guided_ema(mu_dtype="int5").update(PARAMS, state)
     plain = adapprox_jax.guided_ema()
     with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is None"):
         plain.update(PARAMS, state)
@@ -194,12 +203,14 @@ def test_bad_types_and_shapes_are_named():
         adapprox_jax.dequantize(scales, codes, 40)
 
 
-def test_blocks_that_a_mesh_does_not_divide():
-    """Three scales along an axis over two devices."""
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
-    tx = adapprox_jax.guided_ema(mu_dtype=jnp.int8)
+@each_dtype
+def test_blocks_that_a_mesh_does_not_divide(dtype):
+    """Along an axis over four devices three scales, and in 4 bits 50 bytes of codes."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    tx = adapprox_jax.guided_ema(mu_dtype=dtype)
     with jax.set_mesh(mesh):
-        params = jax.device_put(PARAMS["kernel"], NamedSharding(mesh, PartitionSpec(None, "data")))
+        kernel = np.ones((64, 100), np.float32)
+        params = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(None, "data")))
         state = tx.init(params)
         _, new = jax.jit(tx.update)(params, state)
         assert jax.typeof(new.mu) == jax.typeof(state.mu)
