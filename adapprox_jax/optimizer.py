@@ -76,8 +76,8 @@ def adapprox(
       b2: Decay of the second moment, in [0, 1).
       eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running average; None for that of the parameters, int8 or int4 for codes
-        with scales (see `guided_ema`).
+      mu_dtype: Type of the running average; None for that of the parameters, int8, "int5" or int4
+        for codes with scales (see `guided_ema`).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
