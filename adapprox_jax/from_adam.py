@@ -199,7 +199,10 @@ def _check_shapes(adam: optax.ScaleByAdamState, params: optax.Params) -> None:
     shapes = {name: x.shape for name, x in _leaves_by_name(params).items()}
     for name, leaf in _leaves_by_name(adam.mu).items():
         if shapes.get(name, leaf.shape) != leaf.shape:
-            raise ValueError(f"{name}: adam_state has shape {leaf.shape}; expected {shapes[name]}.")
+            raise ValueError(
+                f"{name}: average and second moment in adam_state have shape {leaf.shape};"
+                f" expected {shapes[name]}."
+            )
 
 
 def _leaves_by_name(tree: Any) -> dict[str, Any]:

@@ -153,9 +153,7 @@ def test_states_that_do_not_fit_are_named(with_adam):
     with pytest.raises(ValueError, match=r"b1 is 1\.0; allowed"):
         from_adam(tx, state, params, b1=1.0)
     muon = adapprox_jax.adapprox_muon(RATE)
-    with pytest.raises(
-        ValueError, match=r"\['hidden'\]: adam_state has shape \(64, 128\); expected"
-    ):
+    with pytest.raises(ValueError, match=r"\['hidden'\]: .* in adam_state have shape \(64, 128\)"):
         from_adam(muon, state, wrong)
     with pytest.raises(ValueError, match=r"\['more'\]: adam_state has no such leaf"):
         from_adam(muon, state, {**params, "more": jnp.ones((64, 64))})
@@ -230,7 +228,7 @@ def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dty
     parts = new[0].inner_states
     for name in ("out", "bias"):
         for field in ("q", "u", "nu", "mu"):
-            actual = optax.tree.get(parts["elsewhere"], field)[name]
+            actual = optax.tree.get(parts["everything else"], field)[name]
             np.testing.assert_array_equal(actual, optax.tree.get(expected, field)[name])
     # The first direction is that of Adam's gradients and the new one.
     grads = jax.grad(loss)(params, 150)
