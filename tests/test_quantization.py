@@ -25,7 +25,7 @@ def updates(t, like=PARAMS):
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.0085), (5, 0.054), (4, 0.108)])
 @pytest.mark.parametrize("n", [1, 5, 32, 33, 100])
 def test_error_is_half_a_step_of_the_codes(bits, most, n):
-    """Of a block's largest magnitude: 3 / 4 of 1 / 127, 1 / 15 and 1 / 7 at most; of scales 2^-9."""
+    """Of a block's largest magnitude: 3 / 4 of 1 / 127, 1 / 15, 1 / 7 at most; of scales 2^-9."""
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(3, n)) * 10.0 ** np.arange(-3, 6, 3)[:, None])
     encode = jax.jit(quantize, static_argnums=1)
