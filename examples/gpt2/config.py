@@ -163,7 +163,7 @@ def resolve(config: Config) -> Config:
 def gpt_config(config: Config) -> GPTConfig:
     """The model that resolved settings ask for."""
     names = [field.name for field in dataclasses.fields(GPTConfig)]
-    return GPTConfig(**{name: getattr(config, name) for name in names})
+    return GPTConfig(**{name: getattr(config, name) for name in names if hasattr(config, name)})
 
 
 def load_data(config: Config) -> text.Data:

@@ -7,6 +7,7 @@ between them compute in.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,23 @@ class GPTConfig:
     context: int
     vocabulary: int
     dtype: str = "float32"
+    inner: int | None = None  # width of the feed-forward layers; None for four times the width
+    activation: str = "gelu_new"  # one of ACTIVATIONS
+    epsilon: float = 1e-5  # of the layer norms
+    tied: bool = True  # whether the logits' matrix is the embedding's
 
+
+# By the names that Hugging Face's configurations have for them.
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "relu": jax.nn.relu,
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "tanh": jnp.tanh,
+}
 
 # The two larger rows are the paper's Table 1; GPT-2's 50257 tokens are padded to a multiple of 128.
 CONFIGS = {
@@ -41,24 +58,29 @@ def _linear(
     return nnx.Linear(n_in, n_out, dtype=config.dtype, kernel_init=init, rngs=rngs)
 
 
+def _norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.width, epsilon=config.epsilon, dtype=config.dtype, rngs=rngs)
+
+
 class Block(nnx.Module):
     """Causal self-attention, then the feed-forward layer: each sees the stream normalised."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        d = config.width
+        d, inner = config.width, config.inner or 4 * config.width
         residual_scale = (2 * config.layers) ** -0.5  # 2 residual sums a layer keep unit variance
         self.heads = config.heads
-        self.norm_1 = nnx.LayerNorm(d, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+        self.activation = ACTIVATIONS[config.activation]
+        self.norm_1 = _norm(config, rngs)
         self.qkv = _linear(d, 3 * d, config, rngs)
         self.projection = _linear(d, d, config, rngs, residual_scale)
-        self.norm_2 = nnx.LayerNorm(d, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
-        self.expand = _linear(d, 4 * d, config, rngs)
-        self.contract = _linear(4 * d, d, config, rngs, residual_scale)
+        self.norm_2 = _norm(config, rngs)
+        self.expand = _linear(d, inner, config, rngs)
+        self.contract = _linear(inner, d, config, rngs, residual_scale)
 
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         """Returns the block's output, of its input's shape."""
         x_BxLxD = x_BxLxD + self.attention(self.norm_1(x_BxLxD))
-        return x_BxLxD + self.contract(nnx.gelu(self.expand(self.norm_2(x_BxLxD))))
+        return x_BxLxD + self.contract(self.activation(self.expand(self.norm_2(x_BxLxD))))
 
     def attention(self, x_BxLxD: jax.Array) -> jax.Array:
         """Each position's mix of the values at and before it."""
@@ -78,18 +100,25 @@ class GPT(nnx.Module):
         self.tokens = nnx.Embed(config.vocabulary, config.width, embedding_init=init, rngs=rngs)
         self.positions = nnx.Embed(config.context, config.width, embedding_init=init, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
-        self.norm = nnx.LayerNorm(config.width, epsilon=1e-5, dtype=config.dtype, rngs=rngs)
+        self.norm = _norm(config, rngs)
+        if not config.tied:
+            self.head = nnx.Embed(config.vocabulary, config.width, embedding_init=init, rngs=rngs)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns float32 logits of shape B x L x V."""
+        x_BxLxD = self.stream(tokens_BxL)
+        head = self.tokens if self.config.tied else self.head
+        head_VxD = head.embedding[...].astype(x_BxLxD.dtype)
+        return jnp.einsum("BLD,VD->BLV", x_BxLxD, head_VxD, preferred_element_type=jnp.float32)
+
+    def stream(self, tokens_BxL: jax.Array) -> jax.Array:
+        """Returns the normalised residual stream after the last block, B x L x D."""
         positions_L = jnp.arange(tokens_BxL.shape[1])
         x_BxLxD = self.tokens(tokens_BxL) + self.positions(positions_L)
         x_BxLxD = x_BxLxD.astype(self.config.dtype)
         for block in self.blocks:
             x_BxLxD = block(x_BxLxD)
-        x_BxLxD = self.norm(x_BxLxD)
-        embedding_VxD = self.tokens.embedding[...].astype(x_BxLxD.dtype)
-        return jnp.einsum("BLD,VD->BLV", x_BxLxD, embedding_VxD, preferred_element_type=jnp.float32)
+        return self.norm(x_BxLxD)
 
 
 def loss(model: GPT, tokens_BxL: jax.Array) -> jax.Array:
