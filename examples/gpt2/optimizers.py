@@ -82,14 +82,14 @@ class AdapproxOptions:
     mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
     factor_dtype: Literal["float32", "bfloat16"] | None = None
     muon_b1: float | None = None
-    """Of adapprox-muon alone, as all that follow: b1 of the hidden matrices."""
+    """Of adapprox-muon and muon: b1 of the hidden matrices."""
+    rate_elsewhere: float | None = None
+    """Of both, too: what the rates of everything but the hidden matrices are multiplied by."""
     muon_b2: float | None = None
-    """b2 of all leaves."""
+    """Of adapprox-muon alone, as all that follow: b2 of all leaves."""
     nesterov: bool | None = None
     newton_schulz_steps: int | None = None
     second_moment: bool | Literal["neurons"] | None = None
-    rate_elsewhere: float | None = None
-    """Of muon, too: what the rates of everything but the hidden matrices are multiplied by."""
 
     def given(self) -> dict[str, Any]:
         """The options that are not None."""
@@ -146,8 +146,8 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     Args:
       name: One of `NAMES`.
       hyper: What all optimizers share.
-      options: What is given to Adapprox beyond its defaults; the others ignore it, but for the
-        rate elsewhere of "muon".
+      options: What is given to Adapprox beyond its defaults; the others ignore it, but for
+        the b1 and the rate elsewhere of "muon".
 
     Returns:
       The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
@@ -202,6 +202,8 @@ def _muon(
         "adam_b2": MUON_B2,
         "muon_weight_dimension_numbers": hidden_numbers,
     }
+    if options.muon_b1 is not None:
+        muon["beta"] = options.muon_b1
     if options.rate_elsewhere is not None:
         muon["adam_learning_rate"] = -options.rate_elsewhere
     decay = {"weight_decay": hyper.weight_decay, "mask": is_matrix}
@@ -271,8 +273,8 @@ def build(
       name: One of `NAMES`.
       learning_rate: A number or a schedule.
       hyper: What all optimizers share.
-      options: What is given to Adapprox beyond its defaults; the others ignore it, but for the
-        rate elsewhere of "muon".
+      options: What is given to Adapprox beyond its defaults; the others ignore it, but for
+        the b1 and the rate elsewhere of "muon".
 
     Returns:
       An Optax gradient transformation.
