@@ -103,6 +103,12 @@ def test_an_unknown_optimizer_is_refused(of):
         of("sgd")
 
 
+def test_muons_b1_is_that_of_its_matrices():
+    hyper, options = optimizers.Hyperparameters(), optimizers.AdapproxOptions(muon_b1=0.5)
+    used = optimizers.settings("muon", hyper, options)["muon"]
+    assert (used["beta"], used["adam_b1"]) == (0.5, 0.9)
+
+
 def test_muons_rate_elsewhere_is_that_of_adam():
     params = {"embedding": jnp.ones((16, 8)), "mlp": jnp.ones((8, 8))}
     moved = {}
