@@ -35,10 +35,13 @@ PRESETS = {
 }
 
 
+_SHAPE = ("layers", "width", "heads", "context", "vocabulary")  # of a model, as options say it
+
+
 def _preset_defaults() -> dict[str, str]:
     """What `--help` shows for the options that the presets decide, and for others that are None."""
     settings = {
-        model: dataclasses.asdict(preset) | dataclasses.asdict(CONFIGS[model])
+        model: dataclasses.asdict(preset) | {name: getattr(CONFIGS[model], name) for name in _SHAPE}
         for model, preset in PRESETS.items()
     }
     names = settings["tiny"]
@@ -148,7 +151,7 @@ def resolve(config: Config) -> Config:
         name = f"{config.model}-compare"
     defaults = {
         **dataclasses.asdict(preset),
-        **dataclasses.asdict(shape),
+        **{name: getattr(shape, name) for name in _SHAPE},
         "min_learning_rate": peak * ratio,
         "out": pathlib.Path("runs/gpt2") / name,
     }
@@ -162,8 +165,7 @@ def resolve(config: Config) -> Config:
 
 def gpt_config(config: Config) -> GPTConfig:
     """The model that resolved settings ask for."""
-    names = [field.name for field in dataclasses.fields(GPTConfig)]
-    return GPTConfig(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+    return GPTConfig(dtype=config.dtype, **{name: getattr(config, name) for name in _SHAPE})
 
 
 def load_data(config: Config) -> text.Data:
