@@ -13,9 +13,8 @@ import jax
 import optax
 from tqdm import tqdm
 
-from examples.gpt2.config import Config
-from examples.gpt2.elastic import IsFull, Widen
-from examples.gpt2.metrics import Metrics, record, validate
+from examples.gpt2.elastic import Widen
+from examples.gpt2.metrics import Metrics, record
 from examples.gpt2.step import TrainState
 
 LOG_EVERY = 10  # steps whose losses are fetched at once, so that the next ones need not wait
@@ -33,18 +32,27 @@ def interruptions() -> Iterator[threading.Event]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Plan:
+    """How long a loop is, and when it does what."""
+
+    steps: int
+    eval_every: int
+    checkpoint_every: int
+    tokens: int  # of a step, for the speed
+
+
+@dataclasses.dataclass(frozen=True)
 class Actions:
     """What is done in a loop, apart from its records."""
 
-    step: Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]
-    evaluate: Callable[[Any], jax.Array]  # parameters to the validation loss
+    step: Callable[[TrainState, Any], tuple[TrainState, jax.Array]]
+    validate: Callable[[int, TrainState], None]
     save: Callable[[int, TrainState], None]
-    widen: Widen | None  # gives full leaves wider buffers; None where buffers stay as they are
-    is_full: IsFull | None  # None where the ranks are fixed
+    widen: Widen | None = None  # gives full leaves wider buffers; None where they stay as they are
 
 
 def loop(
-    config: Config,
+    plan: Plan,
     state: TrainState,
     start: int,
     batches: grain.DatasetIterator,
@@ -58,10 +66,10 @@ def loop(
     steps.
 
     Args:
-      config: The settings of the run, resolved.
+      plan: How long, and when.
       state: The state at `start`.
       start: The number of steps that were taken before.
-      batches: The tokens of the steps.
+      batches: What the steps learn from.
       rate: The learning rate, for the records.
       metrics: Where losses go.
       actions: What a step, a validation and a checkpoint do.
@@ -77,24 +85,23 @@ def loop(
     clock = time.perf_counter()
     with (
         interruptions() as interrupted,
-        tqdm(total=config.steps, initial=start, unit="step", disable=None) as bar,
+        tqdm(total=plan.steps, initial=start, unit="step", disable=None) as bar,
     ):
-        for step in range(start + 1, config.steps + 1):
+        for step in range(start + 1, plan.steps + 1):
             state, loss = actions.step(state, next(batches))
             waiting.append(loss)
-            last, stop = step == config.steps, interrupted.is_set()
-            to_check = last or step % config.eval_every == 0
-            to_save = last or stop or step % config.checkpoint_every == 0
+            last, stop = step == plan.steps, interrupted.is_set()
+            to_check = last or step % plan.eval_every == 0
+            to_save = last or stop or step % plan.checkpoint_every == 0
             if to_check or to_save or step % LOG_EVERY == 0:
                 losses = [float(x) for x in jax.device_get(waiting)]
                 seconds = time.perf_counter() - clock
-                speed = len(losses) * config.batch_size * config.context / seconds
+                speed = len(losses) * plan.tokens / seconds
                 record(metrics, step, losses, rate, speed)
                 bar.update(len(losses))
                 bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s")
                 if to_check:
-                    value = float(actions.evaluate(state.params))
-                    validate(metrics, step, value, state, actions.is_full)
+                    actions.validate(step, state)
                 if actions.widen is not None and step % LOG_EVERY == 0 and not last:
                     opt_state = actions.widen(state.opt_state, state.params)
                     state = state._replace(opt_state=opt_state)
@@ -102,5 +109,5 @@ def loop(
                     actions.save(step, state)
                 waiting, clock = [], time.perf_counter()
             if stop and not last:
-                raise KeyboardInterrupt(f"interrupted after step {step} of {config.steps}")
+                raise KeyboardInterrupt(f"interrupted after step {step} of {plan.steps}")
     return state

@@ -5,7 +5,6 @@ A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `c
 """
 
 import contextlib
-import functools
 import json
 import pathlib
 import time
@@ -23,9 +22,9 @@ from examples.gpt2 import model as gpt
 from examples.gpt2.batches import batches as training_batches
 from examples.gpt2.batches import validation_batches
 from examples.gpt2.config import Config, UsageError, gpt_config, load_data, resolve, settings
-from examples.gpt2.loop import Actions, loop
-from examples.gpt2.metrics import Metrics, describe, memory
-from examples.gpt2.step import TrainState, evaluation, train_step
+from examples.gpt2.loop import Actions, Plan, loop
+from examples.gpt2.metrics import Metrics, describe, memory, validate
+from examples.gpt2.step import TrainState, evaluation, token_loss, train_step
 
 
 class Result(NamedTuple):
@@ -124,17 +123,26 @@ def run(
             if keep:
                 checkpoints.save(manager, step, state, batches, used)
 
+        evaluate, tokens_NxBxL = evaluation(graphdef), _validation(config, data)
+
+        def check(step: int, state: TrainState) -> None:
+            value = float(evaluate(state.params, tokens_NxBxL))
+            validate(metrics, step, value, state, elastic.fullness(config))
+
+        plan = Plan(
+            steps=config.steps,
+            eval_every=config.eval_every,
+            checkpoint_every=config.checkpoint_every,
+            tokens=config.batch_size * config.context,
+        )
         actions = Actions(
-            step=train_step(graphdef, tx, config.accumulate),
-            evaluate=functools.partial(
-                evaluation(graphdef), tokens_NxBxL=_validation(config, data)
-            ),
+            step=train_step(token_loss(graphdef), tx, config.accumulate),
+            validate=check,
             save=save,
             widen=widen,
-            is_full=elastic.fullness(config),
         )
         begin = time.perf_counter()
-        state = loop(config, state, start, batches, rate, metrics, actions)
+        state = loop(plan, state, start, batches, rate, metrics, actions)
         seconds = time.perf_counter() - begin
     curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
     if keep:

@@ -19,27 +19,25 @@ class TrainState(NamedTuple):
 
 
 def train_step(
-    graphdef: nnx.GraphDef, tx: optax.GradientTransformation, accumulate: int
-) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
-    """Returns the jitted step: state and tokens (batch, context + 1) to new state and loss.
+    loss: Callable[[Any, Any], jax.Array], tx: optax.GradientTransformation, accumulate: int
+) -> Callable[[TrainState, Any], tuple[TrainState, jax.Array]]:
+    """Returns the jitted step: state and batch to new state and loss.
 
-    Accumulation is a scan over parts of the batch inside of the step, not `optax.MultiSteps`: no
-    gradient is kept between steps, checkpoints do not grow, and the optimizer runs once a batch.
-    The old state is donated.
+    A batch is an array or a tree of them, the batch's axis first; the loss is a mean over it, of
+    parameters and batch. Accumulation is a scan over parts of the batch inside of the step, not
+    `optax.MultiSteps`: no gradient is kept between steps, checkpoints do not grow, and the
+    optimizer runs once a batch. The old state is donated.
     """
 
-    def loss(params: Any, tokens_BxL: jax.Array) -> jax.Array:
-        return gpt.loss(nnx.merge(graphdef, params), tokens_BxL)
-
-    def step(state: TrainState, tokens_BxL: jax.Array) -> tuple[TrainState, jax.Array]:
-        def add(total: Any, tokens: jax.Array) -> tuple[Any, None]:
-            part = jax.value_and_grad(loss)(state.params, tokens)
-            return jax.tree.map(jnp.add, total, part), None
+    def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
+        def add(total: Any, part: Any) -> tuple[Any, None]:
+            found = jax.value_and_grad(loss)(state.params, part)
+            return jax.tree.map(jnp.add, total, found), None
 
         if accumulate == 1:
-            value, grads = jax.value_and_grad(loss)(state.params, tokens_BxL)
+            value, grads = jax.value_and_grad(loss)(state.params, batch)
         else:
-            parts = tokens_BxL.reshape(accumulate, -1, tokens_BxL.shape[-1])
+            parts = jax.tree.map(lambda x: x.reshape(accumulate, -1, *x.shape[1:]), batch)
             zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, state.params))
             total, _ = jax.lax.scan(add, zero, parts)
             value, grads = jax.tree.map(lambda x: x / accumulate, total)
@@ -49,11 +47,16 @@ def train_step(
     return jax.jit(step, donate_argnums=0)
 
 
+def token_loss(graphdef: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
+    """Returns the mean loss of the parameters of a model, over tokens (batch, context + 1)."""
+    return lambda params, tokens_BxL: gpt.loss(nnx.merge(graphdef, params), tokens_BxL)
+
+
 def evaluation(graphdef: nnx.GraphDef) -> Callable[[Any, jax.Array], jax.Array]:
     """Returns the jitted mean loss over batches of tokens (batches, batch, context + 1)."""
+    loss = token_loss(graphdef)
 
     def mean_loss(params: Any, tokens_NxBxL: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, params)
-        return jax.lax.map(lambda tokens_BxL: gpt.loss(model, tokens_BxL), tokens_NxBxL).mean()
+        return jax.lax.map(lambda tokens_BxL: loss(params, tokens_BxL), tokens_NxBxL).mean()
 
     return jax.jit(mean_loss)

@@ -325,7 +325,7 @@ def test_accumulation_equals_the_larger_batch():
     for parts in (1, 4):
         graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(0)), nnx.Param)
         params, tx = nnx.to_pure_dict(params), optax.sgd(1.0)
-        take = step.train_step(graphdef, tx, parts)
+        take = step.train_step(step.token_loss(graphdef), tx, parts)
         results.append(take(step.TrainState(params, tx.init(params)), tokens))
     (whole, whole_loss), (parts, parts_loss) = results
     np.testing.assert_allclose(whole_loss, parts_loss, rtol=1e-6)

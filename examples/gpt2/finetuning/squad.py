@@ -1,0 +1,215 @@
+"""SQuAD v1.1 (Rajpurkar et al., 2016): its file, windows over long contexts, spans, metrics."""
+
+import collections
+import json
+import pathlib
+import re
+import string
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from examples.gpt2.data import DataError
+from examples.gpt2.tokens import Tokenizer
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+
+
+class Answer(NamedTuple):
+    """What an annotator marked."""
+
+    text: str
+    start: int | None  # character of the context; None where the text does not stand at its place
+
+
+class Question(NamedTuple):
+    """A question, where its answer stands, and the answers that count."""
+
+    id: str
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+
+
+class Window(NamedTuple):
+    """A part of a context behind its question, as a model sees it."""
+
+    question: int  # place in the list of questions
+    tokens: list[int]  # question, end of text, part of the context
+    first: int  # the first token of the context
+    spans: list[tuple[int, int]]  # the characters of each token of the context
+    target: tuple[int, int]  # first and last token of the answer; the end of text if not within
+
+
+def read_questions(file: pathlib.Path) -> list[Question]:
+    """Reads SQuAD's JSON.
+
+    Args:
+      file: `train-v1.1.json` or `dev-v1.1.json`, or another of that form.
+
+    Returns:
+      The questions.
+
+    Raises:
+      DataError: The file is missing, no JSON, or lacks something; says where.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{file}: not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, column {error.colno}"
+        raise DataError(f"{file}, {at}: not JSON: {error.msg}") from None
+    questions = []
+    for i, article in enumerate(_entry(file, "", content, "data", list)):
+        where = f"data[{i}]"
+        for j, paragraph in enumerate(_entry(file, where, article, "paragraphs", list)):
+            within = f"{where}.paragraphs[{j}]"
+            context = _entry(file, within, paragraph, "context", str)
+            for k, entry in enumerate(_entry(file, within, paragraph, "qas", list)):
+                questions.append(_question(file, f"{within}.qas[{k}]", entry, context))
+    if not questions:
+        raise DataError(f"{file}: has no questions")
+    if all(answer.start is None for question in questions for answer in question.answers):
+        raise DataError(f"{file}: no answer stands at the place of the context that it names")
+    return questions
+
+
+def _question(file: pathlib.Path, where: str, entry: Any, context: str) -> Question:
+    answers = []
+    for i, answer in enumerate(_entry(file, where, entry, "answers", list)):
+        of = f"{where}.answers[{i}]"
+        text, start = (
+            _entry(file, of, answer, "text", str),
+            _entry(file, of, answer, "answer_start", int),
+        )
+        there = bool(text) and start >= 0 and context.startswith(text, start)
+        answers.append(Answer(text, start if there else None))
+    id_, question = (_entry(file, where, entry, key, str) for key in ("id", "question"))
+    return Question(id_, question, context, tuple(answers))
+
+
+def _entry(file: pathlib.Path, where: str, of: Any, key: str, kind: type) -> Any:
+    """An entry of a JSON object; says where it is missing or of another kind."""
+    if not isinstance(of, dict) or key not in of:
+        raise DataError(f"{file}: {where or 'the whole'} has no {key!r}")
+    if not isinstance(of[key], kind):
+        given = type(of[key]).__name__
+        raise DataError(f"{file}: {where}.{key} is {given}; allowed: {kind.__name__}")
+    return of[key]
+
+
+def windows(
+    questions: Sequence[Question], tokenizer: Tokenizer, length: int, stride: int
+) -> list[Window]:
+    """Cuts what is too long for a model into windows that overlap.
+
+    Args:
+      questions: Of which the first answer with a place is the one to learn.
+      tokenizer: Its spans say which characters a token stands for.
+      length: Tokens that a window may have. A question longer than half of it is cut.
+      stride: Tokens of the context from the beginning of a window to that of the next.
+
+    Returns:
+      The windows of all questions in their order.
+    """
+    made = []
+    for number, question in enumerate(questions):
+        asked = tokenizer.encode(question.question).tokens[: length // 2]
+        context = tokenizer.encode(question.context)
+        room = length - len(asked) - 1
+        answer = _tokens_of(question, context.spans)
+        begin = 0
+        while True:
+            end = min(begin + room, len(context.tokens))
+            first = len(asked) + 1
+            within = answer is not None and begin <= answer[0] and answer[1] < end
+            target = (first - 1, first - 1)
+            if answer is not None and within:
+                target = (first + answer[0] - begin, first + answer[1] - begin)
+            tokens = [*asked, tokenizer.end, *context.tokens[begin:end]]
+            made.append(Window(number, tokens, first, context.spans[begin:end], target))
+            if end == len(context.tokens):
+                break
+            begin += min(stride, room)
+    return made
+
+
+def _tokens_of(question: Question, spans: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+    """The first and the last token that share a character with the first answer with a place."""
+    placed = [answer for answer in question.answers if answer.start is not None]
+    if not placed:
+        return None
+    start, end = placed[0].start, placed[0].start + len(placed[0].text)
+    sharing = [i for i, (a, b) in enumerate(spans) if a < end and b > start]
+    return (sharing[0], sharing[-1]) if sharing else None
+
+
+def best_answers(
+    questions: Sequence[Question],
+    made: Sequence[Window],
+    start_logits: Iterable[np.ndarray],
+    end_logits: Iterable[np.ndarray],
+    longest: int = 30,
+) -> dict[str, str]:
+    """The text that a model marks for each question.
+
+    Args:
+      questions: All of them.
+      made: Their windows.
+      start_logits: Of each window, one number a token.
+      end_logits: The same.
+      longest: Tokens that an answer may have.
+
+    Returns:
+      By the question's id the part of its context from the token to the token, of one window, with
+      the largest sum of the two logits. Empty for an empty context.
+    """
+    best: dict[int, tuple[float, str]] = {}
+    for window, starts, ends in zip(made, start_logits, end_logits, strict=True):
+        count = len(window.spans)
+        if not count:
+            continue
+        within = slice(window.first, window.first + count)
+        sums = np.asarray(starts[within], np.float64)[:, None] + np.asarray(ends[within])[None]
+        allowed = np.triu(np.ones((count, count), bool)) & ~np.triu(
+            np.ones((count, count), bool), longest
+        )
+        sums = np.where(allowed, sums, -np.inf)
+        first, last = np.unravel_index(np.argmax(sums), sums.shape)
+        context = questions[window.question].context
+        text = context[window.spans[first][0] : window.spans[last][1]].strip()
+        value = float(sums[first, last])
+        if window.question not in best or value > best[window.question][0]:
+            best[window.question] = value, text
+    return {q.id: best[i][1] if i in best else "" for i, q in enumerate(questions)}
+
+
+def score(questions: Sequence[Question], predicted: dict[str, str]) -> dict[str, float]:
+    """Exact match and F1 in percent, each answer against the gold one that it suits best.
+
+    Source: the official evaluation script of SQuAD v1.1, by whose rules answers are compared.
+    """
+    asked = [question for question in questions if question.answers]
+    exact = f1 = 0.0
+    for question in asked:
+        given, golds = predicted[question.id], {answer.text for answer in question.answers}
+        exact += max(normalized(given) == normalized(gold) for gold in golds)
+        f1 += max(token_f1(given, gold) for gold in golds)
+    return {"f1": 100 * f1 / len(asked), "exact_match": 100 * exact / len(asked)}
+
+
+def normalized(text: str) -> str:
+    """Lower case, without punctuation, articles and superfluous blanks."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def token_f1(given: str, gold: str) -> float:
+    """F1 of the words that two normalized answers share."""
+    words, right = normalized(given).split(), normalized(gold).split()
+    shared = sum((collections.Counter(words) & collections.Counter(right)).values())
+    return 2 * shared / (len(words) + len(right)) if shared else 0.0

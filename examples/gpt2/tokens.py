@@ -1,0 +1,117 @@
+"""The tokenizer of a checkpoint: text to tokens, and which characters each of them stands for."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import sentencepiece
+import tokenizers
+
+END_OF_TEXT = "<|endoftext|>"  # GPT-2's
+
+
+class TokenizerError(ValueError):
+    """A tokenizer cannot be read; the message is one line: which file, why, what may be."""
+
+
+class Encoding(NamedTuple):
+    """Tokens of a text."""
+
+    tokens: list[int]
+    spans: list[tuple[int, int]]  # of each token: where its characters begin and end in the text
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer, whoever made it."""
+
+    encode: Callable[[str], Encoding]
+    decode: Callable[[list[int]], str]
+    size: int  # all tokens are below it
+    end: int  # the token that ends a text
+
+
+def read_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
+    """Reads the tokenizer that lies in a folder.
+
+    Args:
+      folder: With `tokenizer.json`; or with `vocab.json` and `merges.txt`; or with a SentencePiece
+        model, `tokenizer.model`. The first of them that is there is read.
+
+    Returns:
+      The tokenizer. What ends a text is "<|endoftext|>", of SentencePiece its own end.
+
+    Raises:
+      TokenizerError: There is none, it is damaged, or has no token that ends a text.
+    """
+    folder = pathlib.Path(folder)
+    whole, vocabulary, merges, model = (
+        folder / name for name in ("tokenizer.json", "vocab.json", "merges.txt", "tokenizer.model")
+    )
+    if whole.exists():
+        return _of_hugging_face(whole, lambda: tokenizers.Tokenizer.from_file(str(whole)))
+    if vocabulary.exists() or merges.exists():
+        for file, other in ((vocabulary, merges), (merges, vocabulary)):
+            if not file.exists():
+                raise TokenizerError(f"{file}: no such file, and {other.name} needs it")
+        return _of_hugging_face(
+            vocabulary,
+            lambda: tokenizers.ByteLevelBPETokenizer.from_file(str(vocabulary), str(merges)),
+        )
+    if model.exists():
+        return read_sentencepiece(model)
+    allowed = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
+    raise TokenizerError(f"{folder}: has no tokenizer; allowed: {allowed}")
+
+
+def read_sentencepiece(file: pathlib.Path) -> Tokenizer:
+    """Reads a SentencePiece model.
+
+    Raises:
+      TokenizerError: It is damaged, or has no end token.
+    """
+    try:
+        processor = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError):
+        raise TokenizerError(f"{file}: not a SentencePiece model") from None
+    if processor.eos_id() < 0:
+        raise TokenizerError(f"{file}: has no token that ends a text")
+
+    def encode(text: str) -> Encoding:
+        encoded = processor.encode_as_offset_mapping(text)
+        return Encoding(encoded["ids"], encoded["offsets"])
+
+    return Tokenizer(encode, processor.decode, processor.vocab_size(), processor.eos_id())
+
+
+def byte_tokenizer() -> Tokenizer:
+    """UTF-8 bytes as tokens; a zero byte ends a text."""
+
+    def encode(text: str) -> Encoding:
+        tokens: list[int] = []
+        spans = []
+        for at, character in enumerate(text):
+            encoded = character.encode("utf-8", errors="replace")
+            tokens += encoded
+            spans += [(at, at + 1)] * len(encoded)
+        return Encoding(tokens, spans)
+
+    return Tokenizer(encode, lambda t: bytes(t).decode("utf-8", errors="replace"), 256, 0)
+
+
+def _of_hugging_face(file: pathlib.Path, read: Callable[[], tokenizers.Tokenizer]) -> Tokenizer:
+    try:
+        tokenizer = read()
+    except Exception as error:  # the library raises plain ones
+        raise TokenizerError(f"{file}: not a tokenizer: {error}") from None
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    if end is None:
+        raise TokenizerError(f"{file}: has no {END_OF_TEXT}, which ends a text")
+
+    def encode(text: str) -> Encoding:
+        encoding = tokenizer.encode(text, add_special_tokens=False)
+        return Encoding(encoding.ids, encoding.offsets)
+
+    size = 1 + max(tokenizer.get_vocab().values())
+    return Tokenizer(encode, lambda t: tokenizer.decode(t), size, end)
