@@ -64,7 +64,7 @@ def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) 
             "best_rate": best,
             "grid": {f"{rate:g}": _finite(loss_of(one)) for rate, one in grid.items()},
             "mean": _finite(float(np.mean(losses))),
-            "standard_error": _standard_error(losses),
+            "standard_error": standard_error(losses),
             "losses": [_finite(loss) for loss in losses],
             "at_edge": len(rates) > 1 and best in (min(rates), max(rates)),
             "memory": runs[0]["memory"],
@@ -98,12 +98,12 @@ def results_table(summary: dict[str, dict[str, Any]]) -> str:
         cells = [
             name,
             f"{row['best_rate']:g}",
-            _cell(row["mean"], ".4f", "diverged"),
-            _cell(row["standard_error"], ".4f"),
+            cell(row["mean"], ".4f", "diverged"),
+            cell(row["standard_error"], ".4f"),
             str(len(row["losses"])),
-            _cell(memory.get("state_mib"), ".2f"),
-            _cell(memory.get("factored_share"), ".1%"),
-            _cell(memory.get("second_moment_ratio"), ".1%"),
+            cell(memory.get("state_mib"), ".2f"),
+            cell(memory.get("factored_share"), ".1%"),
+            cell(memory.get("second_moment_ratio"), ".1%"),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -114,7 +114,7 @@ def grid_table(summary: dict[str, dict[str, Any]]) -> str:
     rates = list(next(iter(summary.values()))["grid"])
     lines = [f"| first seed | {' | '.join(rates)} |", f"| --- |{' ---: |' * len(rates)}"]
     for name, row in summary.items():
-        cells = [_cell(row["grid"][rate], ".4f", "diverged") for rate in rates]
+        cells = [cell(row["grid"][rate], ".4f", "diverged") for rate in rates]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -148,7 +148,8 @@ def _run(run: Callable[..., Any], diverged: type[Exception], one: Config) -> dic
     return {key: value for key, value in result._asdict().items() if key != "settings"}
 
 
-def _standard_error(losses: list[float]) -> float | None:
+def standard_error(losses: list[float]) -> float | None:
+    """The standard error of the mean; None of a single number, or where one is not finite."""
     if len(losses) < 2 or not all(map(math.isfinite, losses)):
         return None
     return float(np.std(losses, ddof=1) / math.sqrt(len(losses)))
@@ -158,5 +159,6 @@ def _finite(loss: float) -> float | None:
     return loss if math.isfinite(loss) else None
 
 
-def _cell(value: float | None, form: str, missing: str = "") -> str:
+def cell(value: float | None, form: str, missing: str = "") -> str:
+    """A cell of a table: a number in a form, or what stands where there is none."""
     return missing if value is None else format(value, form)

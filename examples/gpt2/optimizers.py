@@ -13,9 +13,10 @@ import optax
 import optax.contrib
 
 import adapprox_jax
+from benchmarks.came import came
 from examples.gpt2.hints import by_case, show_defaults
 
-Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "muon"]
+Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "came", "muon"]
 NAMES: tuple[str, ...] = get_args(Name)
 
 
@@ -165,6 +166,8 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
             }
         case "adamw":
             used = _arguments(optax.adamw, **_shared(hyper))
+        case "came":
+            used = _arguments(came, **_shared(hyper))
         case "adafactor":
             used = {part.__name__: _arguments(part, **given) for part, given in _adafactor(hyper)}
             rate = used["scale_by_factored_rms"]["decay_rate"]
@@ -289,6 +292,8 @@ def build(
             return adapprox_jax.adapprox_muon(learning_rate, **keywords(name, hyper, options))
         case "adamw":
             return optax.adamw(learning_rate, **_shared(hyper))
+        case "came":
+            return came(learning_rate, **_shared(hyper))
         case "adafactor" | "muon":
             given = _adafactor(hyper) if name == "adafactor" else _muon(hyper, options)
             parts = [part(**arguments) for part, arguments in given]

@@ -37,14 +37,13 @@ class Result(NamedTuple):
     seconds: float  # of the training loop, validations and compilation included
 
 
-def prepare_folder(config: Config, used: dict[str, Any]) -> None:
+def prepare_folder(out: pathlib.Path, resume: bool, used: dict[str, Any]) -> None:
     """Makes the run's folder; an earlier run there is kept beside it, unless it is resumed.
 
     Raises:
       UsageError: If the folder holds something else, or nothing to resume.
     """
-    out = config.out
-    if config.resume:
+    if resume:
         if not (out / "checkpoints").is_dir():
             raise UsageError(f"--resume: there is no checkpoint in {out}")
         return
@@ -100,7 +99,7 @@ def run(
         tx = build(config.optimizer, rate, config.hyper, options)
     except ValueError as error:
         raise UsageError(f"{config.optimizer}: {error}") from None
-    prepare_folder(config, used)
+    prepare_folder(config.out, config.resume, used)
     state = TrainState(params, jax.jit(tx.init)(params))
     print(f"{config.model}, {config.optimizer}: {describe(memory(state))}")
 

@@ -303,7 +303,7 @@ def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(run_of, work,
     assert_refused(capsys, arguments(work, "foreign"), "not a run's folder")
     shutil.copytree(run_of("adamw"), work / "earlier")
     config = dataclasses.replace(settings.Config(), out=work / "earlier")
-    one_run.prepare_folder(config, {})
+    one_run.prepare_folder(config.out, config.resume, {})
     kept = work / "earlier.1"
     assert (kept / "metrics.jsonl").exists()
     assert [path.name for path in (work / "earlier").iterdir()] == ["settings.json"]

@@ -58,16 +58,6 @@ TASKS = {
         metrics=("accuracy", "matthews"),
         submission="CoLA.tsv",
     ),
-    "sst2": GlueTask(
-        labels=("0", "1"),
-        tables={
-            "train": Table("train.tsv", ("sentence",), "label"),
-            "validation": Table("dev.tsv", ("sentence",), "label"),
-            "test": Table("test.tsv", ("sentence",)),
-        },
-        metrics=("accuracy",),
-        submission="SST-2.tsv",
-    ),
     "mrpc": GlueTask(
         labels=("0", "1"),
         tables={
@@ -77,6 +67,16 @@ TASKS = {
         },
         metrics=("accuracy", "f1"),
         submission="MRPC.tsv",
+    ),
+    "sst2": GlueTask(
+        labels=("0", "1"),
+        tables={
+            "train": Table("train.tsv", ("sentence",), "label"),
+            "validation": Table("dev.tsv", ("sentence",), "label"),
+            "test": Table("test.tsv", ("sentence",)),
+        },
+        metrics=("accuracy",),
+        submission="SST-2.tsv",
     ),
     "mnli": GlueTask(
         labels=("contradiction", "entailment", "neutral"),

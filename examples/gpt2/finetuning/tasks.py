@@ -16,6 +16,8 @@ from examples.gpt2.tokens import Tokenizer
 
 Name: TypeAlias = Literal["cola", "sst2", "mrpc", "mnli", "squad"]
 LENGTHS = {"cola": 64, "sst2": 128, "mrpc": 128, "mnli": 128, "squad": 384}  # tokens of an example
+# The metric of each, in the order of the paper's table.
+METRICS = {"squad": "f1", **{name: task.metrics[0] for name, task in glue.TASKS.items()}}
 _STRIDE = 128  # between windows of SQuAD, as in the scripts of BERT
 SQUAD_FILES = {"train": "train-v1.1.json", "validation": "dev-v1.1.json"}
 
@@ -89,7 +91,7 @@ def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: in
     has_test = (folder / task.tables["test"].file).exists()
     return Task(
         outputs=len(task.labels),
-        metric=task.metrics[0],
+        metric=METRICS[name],
         train=batch_of(glue.read_examples(folder, name, "train")),
         validation=predictions("validation"),
         test=predictions("test") if has_test else None,
@@ -133,7 +135,7 @@ def _load_squad(folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task
 
     return Task(
         outputs=2,
-        metric="f1",
+        metric=METRICS["squad"],
         train=batch_of(made["train"]),
         validation=Predictions(
             batch_of(made["validation"]),

@@ -1,0 +1,116 @@
+"""The settings of a fine-tuning: one dataclass, which is also the command line."""
+
+import dataclasses
+import pathlib
+from typing import Any, Literal
+
+from examples.gpt2 import optimizers
+from examples.gpt2.config import UsageError
+from examples.gpt2.finetuning import tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Fine-tunes GPT-2 on a task of GLUE or on SQuAD, or compares optimizers at it."""
+
+    task: tasks.Name
+    """What to learn: CoLA, SST-2, MRPC or MNLI of GLUE, or SQuAD v1.1."""
+    checkpoint: pathlib.Path
+    """Folder of a GPT-2 with its tokenizer, as transformers saves it, or of a run of
+    examples.gpt2.train."""
+    data: pathlib.Path
+    """Folder with the task's official files: train.tsv, dev.tsv (of MNLI dev_matched.tsv) and, if
+    predictions are wanted, test.tsv; of SQuAD train-v1.1.json and dev-v1.1.json."""
+    optimizer: optimizers.Name = "adapprox"
+    """What trains it."""
+
+    epochs: int = 3
+    """Times that all examples are seen."""
+    batch_size: int = 32
+    """Examples in an update."""
+    accumulate: int = 1
+    """Parts that a batch is worked on in, one after the other, to save memory."""
+    learning_rate: float = 1e-4
+    """Peak of the learning rate; from there it falls linearly to 0."""
+    warmup: float = 0.1
+    """Part of the updates before the peak."""
+    length: int | None = None
+    """Tokens of an example; by default 64 of CoLA, 384 of SQuAD, 128 else, or the model's context
+    if that is less."""
+    seed: int = 0
+    """Fixes the head at the start and the order of the examples."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the layers compute in."""
+    from_adam: bool = False
+    """Begin with the state of AdamW that the checkpoint was trained with, converted. The
+    checkpoint must be of examples.gpt2.train with --optimizer adamw."""
+
+    hyper: optimizers.Hyperparameters = dataclasses.field(
+        default_factory=lambda: optimizers.Hyperparameters(weight_decay=0.01)
+    )
+    """What all optimizers share."""
+    adapprox: optimizers.AdapproxOptions = dataclasses.field(
+        default_factory=optimizers.AdapproxOptions
+    )
+    """Keywords of adapprox_jax.adapprox, where they are explained."""
+
+    out: pathlib.Path | None = None
+    """Folder for checkpoints, metrics and predictions; by default one in runs/finetune, named
+    after the task, the optimizer and the seed."""
+    cache: pathlib.Path = pathlib.Path("runs/data")
+    """Folder for the tokenizers of examples.gpt2.train."""
+    resume: bool = False
+    """Go on from the last checkpoint in the folder."""
+
+    compare: tuple[optimizers.Name, ...] = ()
+    """Optimizers to compare, in place of one training."""
+    seeds: int = 3
+    """Seeds of a comparison, counted from --seed."""
+    learning_rates: tuple[float, ...] = ()
+    """Peak rates of a comparison: each is tried with the first seed, the best with all."""
+
+
+# What a run does, as opposed to where it is kept and what it is part of.
+_NOT_SETTINGS = {
+    *("checkpoint", "data", "out", "cache", "resume", "compare", "seeds", "learning_rates"),
+    *("hyper", "adapprox"),  # what becomes of them is in the optimizer's settings
+}
+
+
+def settings(config: Config, of_files: dict[str, str]) -> dict[str, Any]:
+    """All that decides the result of a run, for the records; the same for equal runs.
+
+    Args:
+      config: The settings.
+      of_files: A digest of the checkpoint and one of the data.
+    """
+    kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+    optimizer = optimizers.settings(config.optimizer, config.hyper, config.adapprox)
+    return {**kept, "optimizer_settings": optimizer, **of_files}
+
+
+def check(config: Config) -> None:
+    """Raises UsageError where an option is out of range or contradicts another."""
+    for name in ("epochs", "batch_size", "accumulate", "learning_rate", "seeds", "length"):
+        value = getattr(config, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}, and must be above 0")
+    if not 0 <= config.warmup < 1:
+        raise UsageError(f"--warmup is {config.warmup}, and must be in [0, 1)")
+    if config.batch_size % config.accumulate:
+        raise UsageError(
+            f"--accumulate {config.accumulate} does not divide --batch-size"
+            f" {config.batch_size}, and must"
+        )
+    for rate in config.learning_rates:
+        if not rate > 0:
+            raise UsageError(f"--learning-rates has {rate}, and all must be above 0")
+    if config.resume and config.compare:
+        raise UsageError("--compare goes on by itself where it was interrupted: leave out --resume")
+    for name in config.compare or (config.optimizer,):
+        try:
+            optimizers.settings(name, config.hyper, config.adapprox)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}") from None
+        if config.from_adam and not name.startswith("adapprox"):
+            raise UsageError(f"--from-adam is for adapprox and adapprox-muon, and not {name}")
