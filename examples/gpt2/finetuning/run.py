@@ -106,9 +106,10 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
     steps = config.epochs * per_epoch
     rate = _schedule(config.learning_rate, round(config.warmup * steps), steps)
 
-    model = WithHead(nnx.clone(pretrained.model), task.outputs, rngs=nnx.Rngs(config.seed))
+    model = WithHead(pretrained.model, task.outputs, rngs=nnx.Rngs(config.seed))
     graphdef, params = nnx.split(model, nnx.Param)
-    params = nnx.to_pure_dict(params)
+    # Copies: a step is given its arrays for good, and the next run begins with the same model.
+    params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
     try:
         tx = optimizers.build(config.optimizer, rate, config.hyper, config.adapprox)
         opt_state = jax.jit(tx.init)(params)
@@ -116,7 +117,7 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
         raise UsageError(f"{config.optimizer}: {error}") from None
     if config.from_adam:
         opt_state = adapprox_jax.from_adam(tx, _with_head(pretrained.adam, params), params)
-        opt_state = _schedules_at_zero(opt_state)
+        opt_state = schedules_at_zero(opt_state)
     state = TrainState(params, opt_state)
     prepare_folder(out, config.resume, used)
     print(f"{config.task}, {config.optimizer}: {describe(memory(state))}")
@@ -231,7 +232,7 @@ def _with_head(adam: optax.ScaleByAdamState, params: Any) -> optax.ScaleByAdamSt
     return adam._replace(mu={"gpt": adam.mu, "head": head}, nu={"gpt": adam.nu, "head": head})
 
 
-def _schedules_at_zero(opt_state: Any) -> Any:
+def schedules_at_zero(opt_state: Any) -> Any:
     """The state with the rate at its beginning: `from_adam` goes on with that of the training."""
 
     def is_schedule(node: Any) -> bool:
