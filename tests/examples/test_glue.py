@@ -8,7 +8,7 @@ pytest.importorskip("sklearn")
 from sklearn import metrics
 
 from examples.gpt2.data import DataError
-from examples.gpt2.finetuning import glue
+from examples.gpt2.finetuning import download, glue
 from tests.examples.task_files import write
 
 MNLI_HEADER = (
@@ -92,3 +92,27 @@ def test_submissions(tmp_path):
     file = glue.write_submission(tmp_path, "mnli", examples, [2, 0])
     assert file.name == "MNLI-m.tsv"
     assert file.read_text() == "index\tprediction\n3\tneutral\n9\tcontradiction\n"
+
+
+@pytest.mark.parametrize("task", sorted(glue.TASKS))
+def test_downloaded_rows_are_read_as_they_were(tmp_path, task):
+    """Rows as Hugging Face's `datasets` has them; of MNLI its classes are numbered otherwise."""
+    pair = {"mrpc": ("sentence1", "sentence2"), "mnli": ("premise", "hypothesis")}.get(task)
+    columns = pair or ("sentence",)
+    rows = [
+        {"idx": 4, "label": 1, **dict.fromkeys(columns, 'He said "no\tone".')},
+        {"idx": 9, "label": 0, **dict.fromkeys(columns, "é")},
+    ]
+    suffix = "_matched" if task == "mnli" else ""
+    names = ("train", f"validation{suffix}", f"test{suffix}")
+    config = download.Config(task, tmp_path / "new")
+    download.download(config, lambda *_: dict.fromkeys(names, rows))
+    classes = ("entailment", "neutral") if task == "mnli" else ("0", "1")
+    for split in ("train", "validation"):
+        first, second = glue.read_examples(tmp_path / "new", task, split)
+        assert first.sentences == ('He said "no one".',) * len(columns)
+        labels = glue.TASKS[task].labels
+        assert (labels[first.label], labels[second.label]) == classes[::-1]
+    assert [e.index for e in glue.read_examples(tmp_path / "new", task, "test")] == ["4", "9"]
+    with pytest.raises(DataError, match="not empty; give a new folder"):
+        download.download(config, dict)

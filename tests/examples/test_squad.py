@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from examples.gpt2.data import DataError
-from examples.gpt2.finetuning import squad
+from examples.gpt2.finetuning import download, squad
 from examples.gpt2.finetuning.squad import Answer, Question
 from examples.gpt2.tokens import Encoding, Tokenizer, byte_tokenizer
 
@@ -149,3 +149,13 @@ def test_scores_take_the_best_of_several_gold_answers():
     scores = squad.score(asked, {"1": "river", "2": "Zoë lives"})
     assert scores["exact_match"] == 0.0
     assert scores["f1"] == pytest.approx(100 * (2 / 3 + 2 / 3) / 2)
+
+
+def test_downloaded_questions_are_read_as_they_were(tmp_path):
+    answers = {"text": ["Kyōto", "in Kyōto"], "answer_start": [13, 10]}
+    row = {"id": "q", "question": "Where?", "context": CONTEXT, "answers": answers, "title": "t"}
+    config = download.Config("squad", tmp_path / "new")
+    download.download(config, lambda _: {"train": [row], "validation": [row]})
+    for file in ("train-v1.1.json", "dev-v1.1.json"):
+        [asked] = squad.read_questions(tmp_path / "new" / file)
+        assert asked == ("q", "Where?", CONTEXT, (Answer("Kyōto", 13), Answer("in Kyōto", 10)))
