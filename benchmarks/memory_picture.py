@@ -31,6 +31,17 @@ from examples.gpt2.run import run
 LOSSES = pathlib.Path(__file__).parents[1] / "results" / "loss"
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"
 SEEDS = (0, 1, 2)
+# What docs/orthogonal.md found to be the best for each, by the file in results/loss.
+OF_HIDDEN_MATRICES: dict[str, tuple[optimizers.Name, optimizers.AdapproxOptions]] = {
+    "muon": ("muon", optimizers.AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0)),
+    **{
+        file: (
+            "adapprox-muon",
+            optimizers.AdapproxOptions(muon_b1=0.8, rate_elsewhere=2.0, mu_dtype=mu_dtype),
+        )
+        for file, mu_dtype in (("adapprox-muon", None), ("adapprox-muon-4-bits", "int4"))
+    },
+}
 _OTHERS_SETTINGS = ("optimizer", "optimizer_settings", "elastic")  # not what is trained with here
 
 
@@ -73,6 +84,7 @@ class Contender(NamedTuple):
     make: Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
     rates: tuple[float, ...]
     recorded_as: str | None = None  # its name in the records of docs/results.md
+    seeds: tuple[int, ...] = SEEDS
 
 
 def _adapprox(rate: optax.ScalarOrSchedule, **settings: Any) -> optax.GradientTransformation:
@@ -96,12 +108,14 @@ def _quantized_adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformati
     )
 
 
-def _of_hidden_matrices(name: optimizers.Name, rate_elsewhere: float) -> Contender:
-    """With the best of the rates for everything else that docs/orthogonal.md tried."""
-    options = optimizers.AdapproxOptions(rate_elsewhere=rate_elsewhere)
+def _of_hidden_matrices(file: str) -> Contender:
+    name, options = OF_HIDDEN_MATRICES[file]
     hyper = optimizers.Hyperparameters()
     return Contender(
-        lambda rate: optimizers.build(name, rate, hyper, options), (6e-3, 1.2e-2, 2.4e-2), name
+        lambda rate: optimizers.build(name, rate, hyper, options),
+        (6e-3, 1.2e-2, 2.4e-2),
+        file,
+        seeds=(0, 1, 2, 3, 4),
     )
 
 
@@ -128,8 +142,9 @@ CONTENDERS: dict[str, Contender] = {
     "Adapprox, rank 8, 4 bits": _with_rank(8, jnp.int4),
     "Adapprox, rank 16, bfloat16": _with_rank(16, jnp.bfloat16),
     "Adapprox, rank 8, factors in bfloat16": _with_rank(8, factor_dtype=jnp.bfloat16),
-    "Muon": _of_hidden_matrices("muon", 4.0),
-    "adapprox_muon": _of_hidden_matrices("adapprox-muon", 2.0),
+    "Muon": _of_hidden_matrices("muon"),
+    "adapprox_muon": _of_hidden_matrices("adapprox-muon"),
+    "adapprox_muon, 4 bits": _of_hidden_matrices("adapprox-muon-4-bits"),
     "Adapprox, rank 8, no first moment": Contender(
         lambda rate: _adapprox(rate, b1=0.0), (6e-4, 1.2e-3, 2.4e-3)
     ),
@@ -163,8 +178,9 @@ def result(name: str, rate: float, seed: int, may_train: bool) -> dict[str, Any]
 def recorded_runs(name: str) -> list[dict[str, Any]]:
     """The runs of docs/results.md of one contender with its default settings."""
     wanted = CONTENDERS[name].recorded_as
-    if wanted in ("muon", "adapprox-muon"):
+    if wanted in OF_HIDDEN_MATRICES:
         rows = json.loads((LOSSES / f"{wanted}.json").read_text())["runs"]
+        wanted, _ = OF_HIDDEN_MATRICES[wanted]
     else:
         rows = records.read(LOSSES / "after_speed.jsonl")
         if wanted != "adapprox":  # whose records there are of earlier defaults
@@ -195,11 +211,11 @@ def main(contenders: tuple[str, ...] = tuple(CONTENDERS)) -> None:
     summary = {}
     for name, contender in CONTENDERS.items():
         may_train = name in contenders
-        runs = [result(name, rate, SEEDS[0], may_train) for rate in contender.rates]
+        runs = [result(name, rate, contender.seeds[0], may_train) for rate in contender.rates]
         if None in runs:
             continue
         best = min(runs, key=lambda row: row["validation_loss"])["learning_rate"]
-        of_seeds = [result(name, best, seed, may_train) for seed in SEEDS]
+        of_seeds = [result(name, best, seed, may_train) for seed in contender.seeds]
         if None in of_seeds:
             continue
         losses = [row["validation_loss"] for row in of_seeds]
@@ -240,7 +256,9 @@ def draw(summary: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
             capsize=2,
             label=name,
         )
-    axes.set(xlabel="bytes of optimizer state per parameter", ylabel="validation loss, 3 seeds")
+    axes.set(
+        xlabel="bytes of optimizer state per parameter", ylabel="validation loss, 3 to 5 seeds"
+    )
     axes.set_xscale("log", base=2)
     axes.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     axes.grid(alpha=0.3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from examples.gpt2 import data as text
@@ -214,13 +215,22 @@ def option_of(keys: tuple[str, ...]) -> str:
     return f"the optimizer's {'.'.join(keys[1:])}"
 
 
-def _check(config: Config) -> None:
-    positive = "steps batch_size accumulate learning_rate layers width heads context vocabulary"
-    for name in f"{positive} eval_every eval_batches checkpoint_every seeds".split():
+def check_numbers(config: Any, positive: Sequence[str], not_negative: Sequence[str]) -> None:
+    """Checks what a training and a fine-tuning have in common.
+
+    Args:
+      config: The settings, with `hyper`, `learning_rates`, `batch_size` and `accumulate`.
+      positive: Names of those that must be above 0, where they are not None.
+      not_negative: Names of those that must be at least 0.
+
+    Raises:
+      UsageError: One is out of range.
+    """
+    for name in positive:
         value = getattr(config, name)
-        if not value > 0:
+        if value is not None and not value > 0:
             raise UsageError(f"{_option(name)} is {value}, and must be above 0")
-    for name in ("min_learning_rate", "warmup", "seed", "sample_tokens"):
+    for name in not_negative:
         value = getattr(config, name)
         if not value >= 0:
             raise UsageError(f"{_option(name)} is {value}, and must be at least 0")
@@ -234,13 +244,23 @@ def _check(config: Config) -> None:
     for rate in config.learning_rates:
         if not rate > 0:
             raise UsageError(f"--learning-rates has {rate}, and all must be above 0")
-    if config.width % config.heads:
-        raise UsageError(f"--heads {config.heads} does not divide --width {config.width}, and must")
     if config.batch_size % config.accumulate:
         raise UsageError(
             f"--accumulate {config.accumulate} does not divide --batch-size "
             f"{config.batch_size}, and must"
         )
+    if config.resume and config.compare:
+        raise UsageError("--compare goes on by itself where it was interrupted: leave out --resume")
+
+
+def _check(config: Config) -> None:
+    positive = "steps batch_size accumulate learning_rate layers width heads context vocabulary"
+    positive += " eval_every eval_batches checkpoint_every seeds"
+    check_numbers(
+        config, positive.split(), ("min_learning_rate", "warmup", "seed", "sample_tokens")
+    )
+    if config.width % config.heads:
+        raise UsageError(f"--heads {config.heads} does not divide --width {config.width}, and must")
     for name in config.compare or (config.optimizer,):
         try:
             adapts = optimizers.ranks_adapt(name, config.hyper, config.adapprox)
@@ -255,8 +275,6 @@ def _check(config: Config) -> None:
         raise UsageError(f"--warmup {config.warmup} must be below --steps {config.steps}")
     if config.tokenizer == "bytes" and config.vocabulary < 256:
         raise UsageError(f"--vocabulary {config.vocabulary} is below the 256 of --tokenizer bytes")
-    if config.resume and config.compare:
-        raise UsageError("--compare goes on by itself where it was interrupted: leave out --resume")
 
 
 def _option(name: str) -> str:

@@ -26,6 +26,7 @@ CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.
 _PREFIX = "transformer."  # of all but the head, where the model was saved with one
 _HEAD = "lm_head.weight"
 _BUFFERS = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)")  # constants of older versions
+_LARGEST = 2**24  # size that a configuration may have
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 # Hugging Face's names of a block's and of the model's own parts; all kernels are (in, out) in both.
@@ -70,11 +71,13 @@ def read_hugging_face(folder: str | pathlib.Path, dtype: str = "float32") -> GPT
         parameters are not those that the configuration asks for.
     """
     folder = pathlib.Path(folder)
-    config = dataclasses.replace(read_config(folder), dtype=dtype)
+    config, files = dataclasses.replace(read_config(folder), dtype=dtype), _find_tensors(folder)
+    last = f"h.{config.layers - 1}.ln_1.weight"  # first: there may be any number of layers to ask
+    if last not in files:
+        raise CheckpointError(f"{folder}: {last} is missing; {CONFIG} asks for it")
     graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
     expected = nnx.to_pure_dict(state)
     names = {_name(path): path for path, _ in jax.tree_util.tree_leaves_with_path(expected)}
-    files = _find_tensors(folder)
     missing = sorted(names.keys() - files.keys())
     if missing:
         raise CheckpointError(
@@ -94,6 +97,8 @@ def read_hugging_face(folder: str | pathlib.Path, dtype: str = "float32") -> GPT
                 name = stored.removeprefix(_PREFIX)
                 if name in names and files[name] == file:
                     arrays[name] = _tensor(tensors, stored, shapes[name], file)
+    for name in names.keys() - arrays.keys():
+        raise CheckpointError(f"{files[name]}: has no {name}; {INDEX} says that it has")
     filled = jax.tree_util.tree_map_with_path(lambda path, _: arrays[_name(path)], expected)
     nnx.replace_by_pure_dict(state, filled)
     return nnx.merge(graphdef, state)
@@ -114,10 +119,13 @@ def read_config(folder: pathlib.Path) -> GPTConfig:
     if "model_type" not in given:
         raise CheckpointError(f"{file}: has no model_type; allowed: 'gpt2'")
     activation = given.get("activation_function", "gelu_new")
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         allowed = ", ".join(ACTIVATIONS)
         raise CheckpointError(f"{file}: activation_function is {activation!r}; allowed: {allowed}")
     inner = given.get("n_inner")
+    tied = given.get("tie_word_embeddings", True)
+    if not isinstance(tied, bool):
+        raise CheckpointError(f"{file}: tie_word_embeddings is {tied!r}; allowed: true, false")
     # The defaults are those of `transformers`, which writes what differs from them alone.
     sizes = {
         name: _size(file, key, given.get(key, default))
@@ -141,7 +149,7 @@ def read_config(folder: pathlib.Path) -> GPTConfig:
         inner=None if inner is None else _size(file, "n_inner", inner),
         activation=activation,
         epsilon=epsilon,
-        tied=bool(given.get("tie_word_embeddings", True)),
+        tied=tied,
     )
 
 
@@ -205,8 +213,9 @@ def _name(path: tuple[Any, ...]) -> str:
 
 
 def _size(file: pathlib.Path, key: str, value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise CheckpointError(f"{file}: {key} is {value!r}; allowed: integers of at least 1")
+    if type(value) is not int or not 1 <= value <= _LARGEST:
+        given = repr(value) if len(repr(value)) < 40 else "too large"
+        raise CheckpointError(f"{file}: {key} is {given}; allowed: integers from 1 to {_LARGEST}")
     return value
 
 
@@ -219,13 +228,19 @@ def _read_json(file: pathlib.Path) -> dict[str, Any]:
         raise CheckpointError(f"{file}: not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{file}, line {error.lineno}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{file}: has numbers or brackets beyond all measure") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds {type(content).__name__}; allowed: a JSON object")
     return content
 
 
 def _find_tensors(folder: pathlib.Path) -> dict[str, pathlib.Path]:
-    """The file of each tensor, by its name without prefix."""
+    """The file of each tensor, by its name without prefix; one file goes before shards."""
+    file = folder / TENSORS
+    if file.exists():
+        with _opened(file) as tensors:
+            return {name.removeprefix(_PREFIX): file for name in tensors.keys()}  # noqa: SIM118
     if (folder / INDEX).exists():
         index = _read_json(folder / INDEX).get("weight_map")
         if not isinstance(index, dict):
@@ -235,14 +250,10 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, pathlib.Path]:
                 given = f"{name} is in {shard!r}"
                 raise CheckpointError(f"{folder / INDEX}: {given}; allowed: names of files")
         return {name.removeprefix(_PREFIX): folder / shard for name, shard in index.items()}
-    file = folder / TENSORS
-    if not file.exists():
-        hint = ""
-        if (folder / "pytorch_model.bin").exists():
-            hint = "; pytorch_model.bin is a pickle, which may run any code, so it is not read"
-        raise CheckpointError(f"{folder}: has neither {TENSORS} nor {INDEX}{hint}")
-    with _opened(file) as tensors:
-        return {name.removeprefix(_PREFIX): file for name in tensors.keys()}  # noqa: SIM118
+    hint = ""
+    if (folder / "pytorch_model.bin").exists():
+        hint = "; pytorch_model.bin is a pickle, which may run any code, so it is not read"
+    raise CheckpointError(f"{folder}: has neither {TENSORS} nor {INDEX}{hint}")
 
 
 def _opened(file: pathlib.Path) -> Any:

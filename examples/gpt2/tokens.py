@@ -105,6 +105,8 @@ def _of_hugging_face(file: pathlib.Path, read: Callable[[], tokenizers.Tokenizer
         tokenizer = read()
     except Exception as error:  # the library raises plain ones
         raise TokenizerError(f"{file}: not a tokenizer: {error}") from None
+    tokenizer.no_truncation()  # a file may ask for both, from its last fine-tuning
+    tokenizer.no_padding()
     end = tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
         raise TokenizerError(f"{file}: has no {END_OF_TEXT}, which ends a text")

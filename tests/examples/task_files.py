@@ -13,7 +13,7 @@ TOWNS = ["Bonn", "Lyon", "Kyōto", "Oslo", "Rome", "Bern", "Cork", "Graz"]
 
 
 def write(file, lines):
-    file.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+    file.write_bytes("".join(line + "\n" for line in lines).encode())  # "\r" stays as it is
 
 
 def sentence(rng, good):

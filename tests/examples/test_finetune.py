@@ -1,23 +1,27 @@
 """Fine-tuning from a checkpoint, on small data in the official forms."""
 
+import functools
 import json
 import shutil
 import signal
 
-import numpy as np
-import pytest
-
-pytest.importorskip("tokenizers")
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
+import tokenizers
 from flax import nnx
 
 import adapprox_jax
 from examples.gpt2 import finetune, train
 from examples.gpt2.finetuning import compare, run
-from examples.gpt2.hugging_face import CheckpointError, write_hugging_face
+from examples.gpt2.finetuning.tasks import METRICS
+from examples.gpt2.hugging_face import (
+    CheckpointError,
+    read_hugging_face,
+    write_hugging_face,
+)
 from examples.gpt2.pretrained import read_pretrained
 from tests.examples.task_files import FORMS, GOOD, NAMES, NOUNS, TOWNS, write_squad, write_sst2
 
@@ -107,9 +111,19 @@ def test_an_interrupted_run_goes_on_to_the_same_end(work, monkeypatch):
     np.testing.assert_array_equal(whole, parts)
 
 
-def test_answers_are_marked_from_adams_state(work):
+def test_answers_are_marked_from_adams_state(work, monkeypatch):
     options = ["--epochs", 1, "--learning-rate", 3e-3, "--from-adam"]
+    options += ["--adapprox.approximate", "moment"]
+    convert, given = adapprox_jax.from_adam, {}
+
+    @functools.wraps(convert)
+    def recorded(*arguments, **keywords):
+        given.update(keywords)
+        return convert(*arguments, **keywords)
+
+    monkeypatch.setattr(adapprox_jax, "from_adam", recorded)
     assert finetune.main(arguments(work, "squad", "squad-run", *options)) == 0
+    assert (given["approximate"], given["b2"], given["eps"]) == ("moment", 0.999, 1e-8)
     rows = rows_of(work / "squad-run")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
@@ -145,34 +159,80 @@ def test_a_comparison_is_a_table_a_record_and_a_figure(work, capsys):
     assert set(record["summary"]) == {"adapprox", "came"}
     assert len((out / "results.jsonl").read_text().splitlines()) == 6
     assert (out / "sst2.png").stat().st_size > 1000
-    assert "| adapprox, in the paper | 90.94 | 90.94 |" in capsys.readouterr().out
+    assert "| adapprox, in the paper | 90.94 |" in capsys.readouterr().out
     assert finetune.main(arguments(work, "sst2", "compare", *options)) == 0
     assert len((out / "results.jsonl").read_text().splitlines()) == 6  # none was run again
+    options = ["--epochs", 1, "--compare", "adapprox", "--seeds", 1, "--from-adam"]
+    assert finetune.main(arguments(work, "sst2", "compare", *options)) == 0
+    names = list(json.loads((out / "sst2.json").read_text())["summary"])
+    assert names == ["adapprox", "came", "adapprox, AdamW's state"]
+    two_epochs = arguments(work, "sst2", "compare", *options[2:], "--epochs", 2)
+    assert_refused(capsys, two_epochs, "sst2.json is of", "give another folder")
 
 
 def test_the_table_has_an_average_where_all_tasks_are_there():
-    row = {"mean": 80.0, "standard_error": 0.5}
-    table = compare.results_table({"squad": {"adamw": row}, "cola": {"adamw": row, "muon": row}})
-    lines = table.splitlines()
-    assert lines[0] == "| optimizer | squad (f1) | cola (accuracy) | average |"
-    assert lines[2] == "| adamw | 80.00 ± 0.50 | 80.00 ± 0.50 | 80.00 |"
-    assert lines[3] == "| muon |  | 80.00 ± 0.50 |  |"
-    assert "| adapprox, in the paper | 72.89 | 75.83 | 74.36 |" in lines
+    def row(task, checkpoint="a"):
+        means = dict(zip(METRICS[task], (80.0, 70.0), strict=False))
+        return {"means": means, "standard_error": 0.5, "checkpoint": checkpoint}
+
+    two = {"squad": {"adamw": row("squad")}, "cola": {"adamw": row("cola"), "muon": row("cola")}}
+    lines = compare.results_table(two).splitlines()
+    assert lines[0] == (
+        "| optimizer | squad (f1) | squad (exact_match) | cola (accuracy) | cola (matthews) |"
+    )
+    assert lines[2] == "| adamw | 80.00 ± 0.50 | 70.00 | 80.00 ± 0.50 | 70.00 |"
+    assert lines[3] == "| muon |  |  | 80.00 ± 0.50 | 70.00 |"
+    assert "| adapprox, in the paper | 72.89 |  | 75.83 |  |" in lines
+    diverged = row("sst2") | {"means": {"accuracy": None}, "standard_error": None}
+    assert "| came | diverged |" in compare.results_table({"sst2": {"came": diverged}})
+    whole = {
+        task: {"adamw": row(task), "mixed": row(task, checkpoint=task), "came": row(task)}
+        for task in METRICS
+    }
+    del whole["mrpc"]["came"]
+    lines = compare.results_table(whole).splitlines()
+    ends = {line.split(" | ")[0][2:]: line.split(" | ")[-1].strip(" |") for line in lines[2:]}
+    assert (ends["adamw"], ends["mixed"], ends["came"]) == ("80.00", "", "")
+    assert ends["adapprox, in the paper"] == "80.09"  # as the paper has it
+    assert ends["came, in the paper"] == "72.69"
 
 
 def test_both_kinds_of_checkpoints_give_the_same_model(work, tmp_path):
-    ours = read_pretrained(work / "adamw", cache=work / "cache")
-    assert ours.adam is not None
-    assert jax.tree.map(lambda x: x.shape, ours.adam.mu) == jax.tree.map(
-        lambda x: x.shape, nnx.to_pure_dict(nnx.state(ours.model, nnx.Param))
-    )
+    ours = read_pretrained(work / "adamw", cache=work / "cache", moments=True)
+    params = nnx.to_pure_dict(nnx.state(ours.model, nnx.Param))
+    shapes = jax.tree.map(lambda x: x.shape, params)
+    assert jax.tree.map(lambda x: x.shape, ours.adam.state.nu) == shapes
+    assert (int(ours.adam.state.count), ours.adam.b2) == (20, 0.999)
     write_hugging_face(tmp_path, ours.model)
-    tokenizers = pytest.importorskip("tokenizers")
     small = tokenizers.ByteLevelBPETokenizer()
-    small.train_from_iterator(["a"], 256, special_tokens=["<|endoftext|>"])
+    small.train_from_iterator(["a"], 257, special_tokens=["<|endoftext|>"])
     small.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(CheckpointError, match="the tokenizer has 257 tokens, the model's voc"):
         read_pretrained(tmp_path)
+    back = read_hugging_face(tmp_path)
+    tokens = np.arange(64)[None]
+    np.testing.assert_allclose(ours.model(tokens), back(tokens), atol=1e-5)
+    with pytest.raises(CheckpointError, match="transformers keeps no state of AdamW"):
+        read_pretrained(tmp_path, moments=True)
+
+
+def test_damaged_folders_of_runs(work, tmp_path):
+    folder = shutil.copytree(work / "adamw", tmp_path / "run")
+    used = json.loads((folder / "settings.json").read_text())
+    for settings, message in [
+        ("{", r"settings\.json: not the settings of a run of examples\.gpt2\.train"),
+        (json.dumps({"task": "sst2"}), "not the settings of a run"),
+        (json.dumps(used | {"width": 48}), r"checkpoints: cannot be read: .* has shape"),
+        (json.dumps(used | {"optimizer": "came"}), "was trained with came, and has no state"),
+    ]:
+        (folder / "settings.json").write_text(settings)
+        with pytest.raises(CheckpointError, match=message):
+            read_pretrained(folder, moments=True)
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "settings.json").write_text(json.dumps(used))
+    with pytest.raises(CheckpointError, match="checkpoints: cannot be read"):
+        read_pretrained(folder)
+    assert not (folder / "checkpoints").exists()
 
 
 def test_bad_input(work, tmp_path, capsys):
@@ -185,10 +245,12 @@ def test_bad_input(work, tmp_path, capsys):
     assert_refused(capsys, given(checkpoint=tmp_path), "no checkpoint here; allowed: a folder with")
     assert_refused(capsys, given(data=tmp_path / "none"), "no such folder; --data takes one")
     assert_refused(capsys, given(data=tmp_path), "train.tsv: cannot be read: No such file")
-    assert_refused(capsys, [*given(), "--length", "65"], "at most the model's context, 64")
+    assert_refused(capsys, [*given(), "--length", "65"], "from 8 to the model's context, 64")
+    assert_refused(capsys, [*given(), "--length", "2"], "from 8 to the model's context, 64")
+    assert_refused(capsys, [*given(), "--seed", "-1"], "--seed is -1, and must be at least 0")
     assert_refused(capsys, [*given(), "--epochs", "0"], "--epochs is 0, and must be above 0")
     assert_refused(capsys, [*given(), "--batch-size", "999"], "there are 256 examples")
-    assert_refused(capsys, [*given(), "--optimizer", "came", "--from-adam"], "and not came")
+    assert_refused(capsys, [*given(), "--optimizer", "came", "--from-adam"], "came cannot begin")
     shutil.copytree(work / "sst2", tmp_path / "cut")
     whole = (tmp_path / "cut/train.tsv").read_bytes()
     (tmp_path / "cut/train.tsv").write_bytes(whole[: whole.rindex(b"\t")])
@@ -196,5 +258,6 @@ def test_bad_input(work, tmp_path, capsys):
         capsys, given(data=tmp_path / "cut"), "line 257: has 1 fields; its columns are 2"
     )
     assert not (work / "refused").exists()
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stopped:
         finetune.main(["--task", "qqp", "--checkpoint", "a", "--data", "b"])
+    assert stopped.value.code == 2

@@ -2,9 +2,6 @@
 
 import numpy as np
 import pytest
-
-pytest.importorskip("sklearn")
-
 from sklearn import metrics
 
 from examples.gpt2.data import DataError
@@ -24,11 +21,11 @@ def mnli_row(first, second, *labels):
 
 
 def test_cola_has_no_header_but_in_its_test_file(tmp_path):
-    rows = ['gj04\t1\t\tHe said "no .', "gj04\t0\t*\tThey\u2028drank the pub\x85 ."]
+    rows = ['gj04\t1\t\tHe said "no .', "gj04\t0\t*\tThey\u2028drank\r the pub\x85 . "]
     write(tmp_path / "train.tsv", rows)
     first, second = glue.read_examples(tmp_path, "cola", "train")
     assert (first.sentences, first.label) == (('He said "no .',), 1)
-    assert (second.sentences, second.label) == (("They\u2028drank the pub\x85 .",), 0)
+    assert (second.sentences, second.label) == (("They\u2028drank\r the pub\x85 .",), 0)
     write(tmp_path / "test.tsv", ["index\tsentence", "5\tBill 's mother sang ."])
     [only] = glue.read_examples(tmp_path, "cola", "test")
     assert only == (("Bill 's mother sang .",), None, "5")
@@ -58,9 +55,10 @@ def test_mnli_is_matched_and_leaves_out_what_has_no_label(tmp_path):
     [
         (["sentence\tquality", "a\t1"], r"dev\.tsv, line 1: has no column 'label', only sentence,"),
         (["sentence\tlabel", "a\t1", "b"], r"dev\.tsv, line 3: has 1 fields; its columns are 2"),
+        (["sentence\tlabel", "a\tb\t1"], r"dev\.tsv, line 2: has 3 fields; its columns are 2"),
         (["sentence\tlabel", "a\t2"], r"dev\.tsv, line 2: label is '2'; allowed: 0, 1"),
         (["sentence\tlabel"], r"dev\.tsv: has no examples"),
-        ([], r"dev\.tsv: is empty"),
+        ([], r"dev\.tsv, line 1: has no column 'sentence'"),
     ],
 )
 def test_bad_files(tmp_path, lines, message):

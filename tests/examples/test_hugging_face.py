@@ -10,18 +10,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy as safetensors
+from flax import nnx
 
-pytest.importorskip("flax")
-safetensors = pytest.importorskip("safetensors.numpy")
-
-from flax import nnx  # noqa: E402
-
-from examples.gpt2.hugging_face import (  # noqa: E402
+from examples.gpt2.hugging_face import (
     CheckpointError,
     read_hugging_face,
     write_hugging_face,
 )
-from examples.gpt2.model import ACTIVATIONS, GPT, GPTConfig  # noqa: E402
+from examples.gpt2.model import ACTIVATIONS, GPT, GPTConfig
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "data" / "gpt2_transformers"
 SMALL = GPTConfig(layers=2, width=16, heads=2, context=8, vocabulary=24, inner=40)
@@ -80,6 +77,12 @@ def test_shards_with_an_index(folder):
     file = folder / "model.safetensors.index.json"
     file.write_text(json.dumps({"metadata": {}, "weight_map": index}))
     check_logits(folder)
+    name = min(name for name, shard in index.items() if shard.startswith("model-00002"))
+    elsewhere = index | {name: "model-00003-of-00003.safetensors"}
+    file.write_text(json.dumps({"weight_map": elsewhere}))
+    with pytest.raises(CheckpointError, match=r"index\.json says that it has"):
+        read_hugging_face(folder)
+    file.write_text(json.dumps({"weight_map": index}))
     (folder / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.safetensors: no such file"):
         read_hugging_face(folder)
@@ -136,11 +139,14 @@ def test_written_models_are_read_back(tmp_path, tied):
         ({"model_type": "bert"}, r"config\.json: model_type is 'bert'; allowed: 'gpt2'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True; allowed: False"),
         ({"activation_function": "mish"}, "activation_function is 'mish'; allowed: gelu_new, "),
-        ({"n_layer": 0}, "n_layer is 0; allowed: integers of at least 1"),
-        ({"n_layer": 3}, r"h\.2\.attn\.c_attn\.bias is missing, and 11 more of 40 parameters"),
+        ({"activation_function": ["gelu"]}, r"activation_function is \['gelu'\]; allowed: gelu"),
+        ({"n_layer": 0}, "n_layer is 0; allowed: integers from 1 to 16777216"),
+        ({"n_layer": 10**7}, r"h\.9999999\.ln_1\.weight is missing; config\.json asks for it"),
+        ({"n_positions": 10**30}, "n_positions is 1000000000000000000000000000000; allowed"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; allowed: true, false"),
         ({"n_layer": 1}, r"has h\.1\.attn\.c_attn\.bias, which a GPT-2 with the sizes"),
         ({"n_head": 5}, "n_head 5 does not divide n_embd 32, and must"),
-        ({"vocab_size": "70"}, "vocab_size is '70'; allowed: integers of at least 1"),
+        ({"vocab_size": "70"}, "vocab_size is '70'; allowed: integers from 1 to 16777216"),
         ({"vocab_size": 71}, r"wte\.weight has shape \(70, 32\); config\.json asks for \(71, 32\)"),
         ({"layer_norm_epsilon": 0.0}, r"layer_norm_epsilon is 0\.0; allowed: in \(0, 1\)"),
     ],
@@ -159,6 +165,9 @@ def test_damaged_files(folder):
         with pytest.raises(CheckpointError, match="not a whole safetensors file"):
             read_hugging_face(folder)
     tensors = safetensors.load(whole)
+    store(folder, {name: x for name, x in tensors.items() if "h.0.ln_2" not in name})
+    with pytest.raises(CheckpointError, match=r"h\.0\.ln_2\.bias is missing, and 1 more of 28"):
+        read_hugging_face(folder)
     store(folder, tensors | {"transformer.ln_f.bias": np.zeros(32, np.int32)})
     with pytest.raises(CheckpointError, match=r"ln_f\.bias has type I32; allowed: F64, F32"):
         read_hugging_face(folder)
@@ -169,12 +178,25 @@ def test_damaged_files(folder):
         (config[:-40], "line 29: not JSON"),
         ("[]", "holds list; allowed: a JSON object"),
         ("{}", "has no model_type; allowed: 'gpt2'"),
+        (f'{{"n_layer": {"9" * 5000}}}', "numbers or brackets beyond all measure"),
+        ("[" * 100_000, "numbers or brackets beyond all measure"),
     ]:
         (folder / "config.json").write_text(text)
         with pytest.raises(CheckpointError, match=message):
             read_hugging_face(folder)
     with pytest.raises(CheckpointError, match=r"config\.json: cannot be read: No such file"):
         read_hugging_face(folder / "nowhere")
+
+
+def test_a_model_is_written_as_it_was_read(folder, tmp_path):
+    write_hugging_face(tmp_path / "new", read_hugging_face(folder), end_token=1)
+    old, new = tensors_of(folder), tensors_of(tmp_path / "new")
+    assert old.keys() == new.keys()
+    for name, tensor in old.items():
+        np.testing.assert_array_equal(tensor, new[name])
+    old, new = (json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "new"))
+    for name, value in old.items():
+        assert new.get(name, value) == value
 
 
 @pytest.mark.slow

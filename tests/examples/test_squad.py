@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 
-pytest.importorskip("tokenizers")
-
 from examples.gpt2.data import DataError
 from examples.gpt2.finetuning import download, squad
 from examples.gpt2.finetuning.squad import Answer, Question
@@ -60,6 +58,8 @@ def test_reading(tmp_path):
         (json.dumps(content())[:-30], "line 1, column .*: not JSON"),
         ({"version": "1.1"}, "the whole has no 'data'"),
         ({"data": []}, "has no questions"),
+        ({"data": content()["data"] * 2}, "2 questions have the id 'q'"),
+        (content(is_impossible=True), r"qas\[0\] has no answer, as in SQuAD v2\.0; allowed: v1\.1"),
         (content(id=7), r"data\[0\]\.paragraphs\[0\]\.qas\[0\]\.id is int; allowed: str"),
         (content(answers=[{"text": "Bonn"}]), r"qas\[0\]\.answers\[0\] has no 'answer_start'"),
         (content(answers=[{"text": "Bonn", "answer_start": 99}]), "no answer stands at the place"),

@@ -52,6 +52,17 @@ def test_empty_text(tokenizer):
     assert tokenizer.encode("") == ([], [])
 
 
+def test_a_file_that_asks_for_cuts_and_padding_is_not_heeded(trained, tmp_path):
+    trained.enable_truncation(8)
+    trained.enable_padding(length=500)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    trained.no_truncation()
+    trained.no_padding()
+    tokens = read_tokenizer(tmp_path).encode(TEXT).tokens
+    assert tokens == trained.encode(TEXT).ids
+    assert len(tokens) > 8
+
+
 def test_bad_folders(trained, tmp_path):
     with pytest.raises(TokenizerError, match=r"has no tokenizer; allowed: tokenizer\.json, vocab"):
         read_tokenizer(tmp_path)

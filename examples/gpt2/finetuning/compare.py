@@ -16,6 +16,7 @@ import numpy as np
 
 from examples.gpt2 import records
 from examples.gpt2.compare import cell, find, standard_error, versions
+from examples.gpt2.config import UsageError
 from examples.gpt2.finetuning import plots
 from examples.gpt2.finetuning.config import Config, settings
 from examples.gpt2.finetuning.run import prepare, run
@@ -34,13 +35,30 @@ PAPER = {
 def compare(config: Config) -> None:
     """Runs what is missing; writes the task's record and figure, prints the table of all tasks.
 
+    What the folder has of other optimizers stays in the record, so that each can begin with a
+    checkpoint of its own.
+
     Args:
       config: The settings of all runs; `compare`, `seeds` and `learning_rates` say which.
+
+    Raises:
+      UsageError: The folder is that of one run, or what it has is of other data or settings.
     """
     out = config.out or pathlib.Path("runs/finetune/compare")
+    if (out / "settings.json").exists():
+        raise UsageError(
+            f"--out {out}: this is the folder of one run; give another for comparisons"
+        )
     rates = config.learning_rates or (config.learning_rate,)
     prepared = prepare(config)
     metric = prepared.task.metric
+    shared = {"data": prepared.digests["data"], "epochs": config.epochs, "length": prepared.length}
+    before = read_records(out).get(config.task, {"of": shared, "summary": {}})
+    if before["of"] != shared:
+        raise UsageError(
+            f"--out {out}: its {config.task}.json is of {before['of']}, this of {shared};"
+            " give another folder"
+        )
     out.mkdir(parents=True, exist_ok=True)
 
     def result(name: str, rate: float, seed: int) -> dict[str, Any]:
@@ -71,25 +89,29 @@ def compare(config: Config) -> None:
         grid = {rate: result(name, rate, config.seed) for rate in rates}
         best = max(rates, key=lambda rate: score_of(grid[rate]))
         runs = [result(name, best, s) for s in range(config.seed, config.seed + config.seeds)]
-        scores = [score_of(one) for one in runs]
-        summary[name] = {
+        converted = config.from_adam and name.startswith("adapprox")
+        summary[f"{name}, AdamW's state" if converted else name] = {
+            "checkpoint": prepared.digests["checkpoint"],
             "best_rate": best,
             "grid": {f"{rate:g}": _finite(score_of(one)) for rate, one in grid.items()},
-            "mean": _finite(float(np.mean(scores))),
-            "standard_error": standard_error(scores),
+            "means": {m: _mean(runs, m) for m in METRICS[config.task]},
+            "standard_error": standard_error([score_of(one) for one in runs]),
             "scores": [one["scores"] for one in runs],
             "at_edge": len(rates) > 1 and best in (min(rates), max(rates)),
             "memory": runs[0]["memory"],
         }
     record = {
         "command": " ".join(["python -m examples.gpt2.finetune", *sys.argv[1:]]),
-        "metric": metric,
-        "summary": summary,
+        "of": shared,
+        "summary": before["summary"] | summary,
     }
-    (out / f"{config.task}.json").write_text(json.dumps(record, indent=1) + "\n")
-    plots.plot_sensitivity(summary, f"{config.task}, {metric}", out / f"{config.task}.png")
-    table = results_table(read_summaries(out))
-    (out / "table.md").write_text(table + "\n")
+    _write(out / f"{config.task}.json", json.dumps(record, indent=1) + "\n")
+    plots.plot_sensitivity(
+        record["summary"], f"{config.task}, {metric}", out / f"{config.task}.png"
+    )
+    summaries = {task: of["summary"] for task, of in read_records(out).items()}
+    table = results_table(summaries)
+    _write(out / "table.md", table + "\n")
     print(f"\n{table}\n")
     for name, row in summary.items():
         if row["at_edge"]:
@@ -97,40 +119,63 @@ def compare(config: Config) -> None:
     print(f"figure and records in {out}")
 
 
-def read_summaries(out: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """The summaries of the tasks that were compared in a folder, by task, in the paper's order."""
-    files = {task: out / f"{task}.json" for task in METRICS}
-    return {t: json.loads(f.read_text())["summary"] for t, f in files.items() if f.exists()}
+def read_records(out: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The records of the tasks that were compared in a folder, by task, in the paper's order.
+
+    Raises:
+      UsageError: One of them is damaged.
+    """
+    found = {}
+    for task in METRICS:
+        file = out / f"{task}.json"
+        if file.exists():
+            try:
+                record = json.loads(file.read_text())
+                found[task] = {"of": record["of"], "summary": record["summary"]}
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{file}: not the record of a comparison") from None
+    return found
 
 
 def results_table(summaries: dict[str, dict[str, Any]]) -> str:
     """The tasks side by side as a Markdown table, an optimizer a row, below it the paper's.
 
     Args:
-      summaries: By task and optimizer, of which `mean` and `standard_error` are shown.
+      summaries: By task and optimizer, with `means` by metric, the `standard_error` of the first
+        and the `checkpoint` that the runs began with.
 
     Returns:
-      The table. An average stands where an optimizer has all tasks of the table.
+      The table. Where it has all of the paper's tasks there is an average of their first metrics,
+      of optimizers that began all of them with one checkpoint.
     """
     tasks = list(summaries)
-    header = [f"{task} ({METRICS[task]})" for task in tasks]
+    columns = [(task, metric) for task in tasks for metric in METRICS[task]]
+    header = [*(f"{task} ({metric})" for task, metric in columns)]
+    whole = len(tasks) == len(METRICS)
     lines = [
-        f"| optimizer | {' | '.join(header)} | average |",
-        f"| --- |{' ---: |' * (len(tasks) + 1)}",
+        f"| optimizer | {' | '.join(header + ['average'] * whole)} |",
+        f"| --- |{' ---: |' * (len(columns) + whole)}",
     ]
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary):
-        rows = [summaries[task].get(name, {}) for task in tasks]
-        means = [row.get("mean") for row in rows]
-        cells = []
-        for row, mean in zip(rows, means, strict=True):
-            error = row.get("standard_error")
-            cells.append(cell(mean, ".2f") + ("" if error is None else f" ± {error:.2f}"))
-        lines.append(f"| {' | '.join([name, *cells, _average(means)])} |")
+        rows = {task: summaries[task].get(name) for task in tasks}
+        cells = [_cell(rows[task], task, metric) for task, metric in columns]
+        means = [row and row["means"][METRICS[task][0]] for task, row in rows.items()]
+        one = len({row["checkpoint"] for row in rows.values() if row}) == 1
+        cells += [_average(means) if one else ""] * whole
+        lines.append(f"| {' | '.join([name, *cells])} |")
     for name, paper in PAPER.items():
-        means = [paper[task] for task in tasks]
-        cells = [cell(mean, ".2f") for mean in means]
-        lines.append(f"| {' | '.join([f'{name}, in the paper', *cells, _average(means)])} |")
+        of = {(task, METRICS[task][0]): score for task, score in paper.items()}
+        cells = [cell(of.get(column), ".2f") for column in columns]
+        cells += [_average([paper[task] for task in tasks])] * whole
+        lines.append(f"| {' | '.join([f'{name}, in the paper', *cells])} |")
     return "\n".join(lines)
+
+
+def _cell(row: dict[str, Any] | None, task: str, metric: str) -> str:
+    if row is None:
+        return ""
+    words, error = cell(row["means"][metric], ".2f", "diverged"), row["standard_error"]
+    return words if error is None or metric != METRICS[task][0] else f"{words} ± {error:.2f}"
 
 
 def _average(means: list[float | None]) -> str:
@@ -138,5 +183,16 @@ def _average(means: list[float | None]) -> str:
     return f"{np.mean(known):.2f}" if len(known) == len(means) else ""
 
 
+def _mean(runs: list[dict[str, Any]], metric: str) -> float | None:
+    scores = [one["scores"] for one in runs]
+    return None if None in scores else float(np.mean([score[metric] for score in scores]))
+
+
 def _finite(score: float) -> float | None:
     return score if math.isfinite(score) else None
+
+
+def _write(file: pathlib.Path, text: str) -> None:
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text)
+    partial.rename(file)

@@ -5,7 +5,7 @@ import pathlib
 from typing import Any, Literal
 
 from examples.gpt2 import optimizers
-from examples.gpt2.config import UsageError
+from examples.gpt2.config import UsageError, check_numbers
 from examples.gpt2.finetuning import tasks
 
 
@@ -25,7 +25,7 @@ class Config:
     """What trains it."""
 
     epochs: int = 3
-    """Times that all examples are seen."""
+    """Times that the examples are seen, but for what is left over from whole batches."""
     batch_size: int = 32
     """Examples in an update."""
     accumulate: int = 1
@@ -42,8 +42,8 @@ class Config:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the layers compute in."""
     from_adam: bool = False
-    """Begin with the state of AdamW that the checkpoint was trained with, converted. The
-    checkpoint must be of examples.gpt2.train with --optimizer adamw."""
+    """Begin with the state of AdamW that the checkpoint was trained with, converted; of Adapprox
+    alone. The checkpoint must be of examples.gpt2.train with --optimizer adamw."""
 
     hyper: optimizers.Hyperparameters = dataclasses.field(
         default_factory=lambda: optimizers.Hyperparameters(weight_decay=0.01)
@@ -59,6 +59,8 @@ class Config:
     after the task, the optimizer and the seed."""
     cache: pathlib.Path = pathlib.Path("runs/data")
     """Folder for the tokenizers of examples.gpt2.train."""
+    checkpoint_every: int = 1000
+    """Updates between checkpoints, at most an epoch; one is saved at Ctrl-C in any case."""
     resume: bool = False
     """Go on from the last checkpoint in the folder."""
 
@@ -72,7 +74,8 @@ class Config:
 
 # What a run does, as opposed to where it is kept and what it is part of.
 _NOT_SETTINGS = {
-    *("checkpoint", "data", "out", "cache", "resume", "compare", "seeds", "learning_rates"),
+    *("checkpoint", "data", "out", "cache", "resume", "checkpoint_every"),
+    *("compare", "seeds", "learning_rates"),
     *("hyper", "adapprox"),  # what becomes of them is in the optimizer's settings
 }
 
@@ -91,26 +94,16 @@ def settings(config: Config, of_files: dict[str, str]) -> dict[str, Any]:
 
 def check(config: Config) -> None:
     """Raises UsageError where an option is out of range or contradicts another."""
-    for name in ("epochs", "batch_size", "accumulate", "learning_rate", "seeds", "length"):
-        value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}, and must be above 0")
+    positive = ("epochs", "batch_size", "accumulate", "learning_rate", "length")
+    check_numbers(config, (*positive, "checkpoint_every", "seeds"), ("seed",))
     if not 0 <= config.warmup < 1:
         raise UsageError(f"--warmup is {config.warmup}, and must be in [0, 1)")
-    if config.batch_size % config.accumulate:
-        raise UsageError(
-            f"--accumulate {config.accumulate} does not divide --batch-size"
-            f" {config.batch_size}, and must"
-        )
-    for rate in config.learning_rates:
-        if not rate > 0:
-            raise UsageError(f"--learning-rates has {rate}, and all must be above 0")
-    if config.resume and config.compare:
-        raise UsageError("--compare goes on by itself where it was interrupted: leave out --resume")
-    for name in config.compare or (config.optimizer,):
+    names = config.compare or (config.optimizer,)
+    for name in names:
         try:
             optimizers.settings(name, config.hyper, config.adapprox)
         except ValueError as error:
             raise UsageError(f"{name}: {error}") from None
-        if config.from_adam and not name.startswith("adapprox"):
-            raise UsageError(f"--from-adam is for adapprox and adapprox-muon, and not {name}")
+    if config.from_adam and not any(name.startswith("adapprox") for name in names):
+        allowed = ", ".join(name for name in optimizers.NAMES if name.startswith("adapprox"))
+        raise UsageError(f"--from-adam: {', '.join(names)} cannot begin so; allowed: {allowed}")

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -65,13 +66,17 @@ def download(
             glue.TASKS[config.task].tables[split].file: glue_tsv(config.task, split, data[name])
             for split, name in splits.items()
         }
-    config.out.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (config.out / name).write_text(text, encoding="utf-8")
+    config.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=config.out.parent) as partial:
+        folder = pathlib.Path(partial) / "files"
+        folder.mkdir()
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        folder.rename(config.out)  # whole or not at all
 
 
 def glue_tsv(task: str, split: glue.Split, rows: Iterable[Mapping[str, Any]]) -> str:
-    """A file of GLUE, with those of its columns that are read; tabs and newlines become blanks."""
+    """A file of GLUE with the columns that are read; tabs and ends of lines become blanks."""
     table = glue.TASKS[task].tables[split]
     classes = _CLASSES.get(task, glue.TASKS[task].labels)
     lines = []
@@ -111,7 +116,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     try:
         download(config, datasets.load_dataset)
-    except (DataError, OSError) as error:
+    except Exception as error:  # of the network, of the hub, of the disk
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     return 0

@@ -105,15 +105,15 @@ def read_examples(folder: pathlib.Path, name: str, split: Split) -> list[Example
       out.
 
     Raises:
-      DataError: The file is missing, empty or no UTF-8 text, a column is missing, a row has too few
-        fields, or a label is none of the task's.
+      DataError: The file is missing, empty or no UTF-8 text, a column is missing, a row has fewer
+        or more fields than there are columns, or a label is none of the task's.
     """
     task = TASKS[name]
     table = task.tables[split]
     file = folder / table.file
     rows = _rows(file)
     if table.header:
-        _, names = next(rows)
+        _, names = next(rows, (1, [""]))
         places = {column: i for i, column in enumerate(names)}
         for column in (*table.sentences, *([] if table.label is None else [table.label])):
             if column not in places:
@@ -123,7 +123,7 @@ def read_examples(folder: pathlib.Path, name: str, split: Split) -> list[Example
         places, names = {i: i for i in range(4)}, ["", "", "", ""]
     examples = []
     for number, fields in rows:
-        if len(fields) < len(names):
+        if len(fields) != len(names):
             raise DataError(
                 f"{file}, line {number}: has {len(fields)} fields; its columns are {len(names)}"
             )
@@ -136,7 +136,8 @@ def read_examples(folder: pathlib.Path, name: str, split: Split) -> list[Example
                 allowed = ", ".join(task.labels)
                 raise DataError(f"{file}, line {number}: label is {spelt!r}; allowed: {allowed}")
             label = task.labels.index(spelt)
-        sentences = tuple(fields[places[column]] for column in table.sentences)
+        # Some of the official files have a blank before the tab, others have not.
+        sentences = tuple(fields[places[column]].strip() for column in table.sentences)
         index = fields[places["index"]] if "index" in places else str(len(examples))
         examples.append(Example(sentences, label, index))
     if not examples:
@@ -175,15 +176,12 @@ def write_submission(
 def _rows(file: pathlib.Path) -> Iterator[tuple[int, list[str]]]:
     """The fields of each line with its number. Quotes mean nothing; lines end by newlines alone."""
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                try:
+                    text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                except UnicodeDecodeError:
+                    raise DataError(f"{file}, line {number}: not UTF-8 text") from None
+                yield number, text.removesuffix("\n").removesuffix("\r").split("\t")
     except OSError as error:
         raise DataError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise DataError(f"{file}, line {line}: not UTF-8 text") from None
-    lines = text.split("\n")
-    if lines[-1] == "":
-        lines.pop()
-    if not lines:
-        raise DataError(f"{file}: is empty")
-    return ((i, line.removesuffix("\r").split("\t")) for i, line in enumerate(lines, 1))

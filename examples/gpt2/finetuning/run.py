@@ -5,9 +5,11 @@ parameters that scored best, and their predictions in the form in which they are
 """
 
 import contextlib
+import dataclasses
 import hashlib
+import inspect
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import grain
@@ -24,10 +26,10 @@ from examples.gpt2 import checkpoints, optimizers
 from examples.gpt2.config import UsageError
 from examples.gpt2.finetuning.config import Config, check, settings
 from examples.gpt2.finetuning.heads import Batch, WithHead
-from examples.gpt2.finetuning.tasks import LENGTHS, Predictions, Task, load_task
+from examples.gpt2.finetuning.tasks import LENGTHS, SHORTEST, Predictions, Task, load_task
 from examples.gpt2.loop import Actions, Plan, loop
-from examples.gpt2.metrics import Metrics, describe, memory
-from examples.gpt2.pretrained import Pretrained, read_pretrained
+from examples.gpt2.metrics import MIB, Metrics, describe, memory
+from examples.gpt2.pretrained import AdamMoments, read_pretrained
 from examples.gpt2.run import prepare_folder
 from examples.gpt2.step import TrainState, train_step
 
@@ -42,9 +44,11 @@ class Result(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What all runs of a comparison share."""
+    """What all runs of a comparison share; arrays are the host's."""
 
-    pretrained: Pretrained
+    graphdef: nnx.GraphDef
+    params: Any  # of the model, without a head
+    adam: AdamMoments | None
     task: Task
     length: int
     digests: dict[str, str]
@@ -58,22 +62,25 @@ def prepare(config: Config) -> Prepared:
       CheckpointError, TokenizerError, DataError: The files cannot.
     """
     check(config)
-    pretrained = read_pretrained(config.checkpoint, config.dtype, config.cache)
-    if config.from_adam and pretrained.adam is None:
-        allowed = "a run of examples.gpt2.train with --optimizer adamw"
-        raise UsageError(
-            f"--from-adam: {config.checkpoint} has no state of AdamW; allowed: {allowed}"
-        )
-    context = pretrained.model.config.context
+    model, tokenizer, adam = read_pretrained(
+        config.checkpoint, config.dtype, config.cache, moments=config.from_adam
+    )
+    context = model.config.context
     length = min(LENGTHS[config.task], context) if config.length is None else config.length
-    if length > context:
-        raise UsageError(
-            f"--length is {length}, and must be at most the model's context, {context}"
-        )
-    task = load_task(config.task, config.data, pretrained.tokenizer, length)
-    params = nnx.to_pure_dict(nnx.state(pretrained.model, nnx.Param))
-    digests = {"checkpoint": _digest(params), "data": _digest([task.train, task.validation.batch])}
-    return Prepared(pretrained, task, length, digests)
+    if not SHORTEST <= length <= context:
+        allowed = f"from {SHORTEST} to the model's context, {context}"
+        raise UsageError(f"--length is {length}, and must be {allowed}")
+    task = load_task(config.task, config.data, tokenizer, length)
+    examples = len(task.train["tokens"])
+    if examples < config.batch_size:
+        raise UsageError(f"--batch-size is {config.batch_size}; there are {examples} examples")
+    graphdef, params = nnx.split(model, nnx.Param)
+    params = jax.device_get(nnx.to_pure_dict(params))
+    digests = {
+        "checkpoint": _digest([params, repr(model.config).encode()]),
+        "data": _digest([task.train, task.digest.encode()]),
+    }
+    return Prepared(graphdef, params, adam, task, length, digests)
 
 
 def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) -> Result:
@@ -94,39 +101,41 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
       KeyboardInterrupt: After Ctrl-C, when the checkpoint is saved.
     """
     prepared = prepare(config) if prepared is None else prepared
-    pretrained, task = prepared.pretrained, prepared.task
+    task = prepared.task
     out = config.out or pathlib.Path(
         f"runs/finetune/{config.task}-{config.optimizer}-seed{config.seed}"
     )
     used = settings(config, prepared.digests) | {"length": prepared.length}
     examples = len(task.train["tokens"])
-    if examples < config.batch_size:
-        raise UsageError(f"--batch-size is {config.batch_size}; there are {examples} examples")
     per_epoch = examples // config.batch_size
     steps = config.epochs * per_epoch
     rate = _schedule(config.learning_rate, round(config.warmup * steps), steps)
 
-    model = WithHead(pretrained.model, task.outputs, rngs=nnx.Rngs(config.seed))
+    gpt = nnx.merge(prepared.graphdef, prepared.params)
+    model = WithHead(gpt, task.outputs, rngs=nnx.Rngs(config.seed))
     graphdef, params = nnx.split(model, nnx.Param)
-    # Copies: a step is given its arrays for good, and the next run begins with the same model.
-    params = jax.tree.map(jnp.copy, nnx.to_pure_dict(params))
+    params = nnx.to_pure_dict(params)
     try:
         tx = optimizers.build(config.optimizer, rate, config.hyper, config.adapprox)
-        opt_state = jax.jit(tx.init)(params)
+        sizes = {
+            "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+            "state_mib": adapprox_jax.state_nbytes(tx, params) / MIB,
+            "adamw_state_mib": adapprox_jax.state_nbytes(optax.adamw(1.0), params) / MIB,
+        }
+        print(f"{config.task}, {config.optimizer}: {describe(sizes)}")
+        print(f"{examples} examples, {steps} updates", flush=True)
+        # Copies: a step is given its arrays for good, and the next run begins with the same model.
+        params = jax.tree.map(jnp.array, params)
+        opt_state = _first_state(config, tx, params, prepared.adam)
     except ValueError as error:
         raise UsageError(f"{config.optimizer}: {error}") from None
-    if config.from_adam:
-        opt_state = adapprox_jax.from_adam(tx, _with_head(pretrained.adam, params), params)
-        opt_state = schedules_at_zero(opt_state)
     state = TrainState(params, opt_state)
     prepare_folder(out, config.resume, used)
-    print(f"{config.task}, {config.optimizer}: {describe(memory(state))}")
-    print(f"{examples} examples, {steps} updates")
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         return task.loss(nnx.merge(graphdef, params), batch)
 
-    predict = predictor(graphdef, task, config.batch_size)
+    predict = predictor(graphdef, task, config.batch_size // config.accumulate)
     with contextlib.ExitStack() as stack:
 
         def opened(resource: Any) -> Any:
@@ -157,7 +166,12 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
         actions = Actions(
             step=train_step(loss, tx, config.accumulate), validate=validate, save=save
         )
-        plan = Plan(steps, per_epoch, per_epoch, config.batch_size * prepared.length)
+        plan = Plan(
+            steps=steps,
+            eval_every=per_epoch,
+            checkpoint_every=min(config.checkpoint_every, per_epoch),
+            tokens=config.batch_size * prepared.length,
+        )
         state = loop(plan, state, start, batches, rate, metrics, actions)
         rows = [row for row in metrics.rows if f"validation_{task.metric}" in row]
         # The later of equals, as the folder of the best keeps it.
@@ -178,6 +192,25 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
     print(f"best after step {top['step']}: {words}; all in {out}")
     curve = [(row["step"], row[f"validation_{task.metric}"]) for row in rows]
     return Result(used, scores, curve, memory(state))
+
+
+def _first_state(
+    config: Config, tx: optax.GradientTransformation, params: Any, adam: AdamMoments | None
+) -> Any:
+    """The optimizer's state before the first step: a fresh one, or AdamW's converted."""
+    if adam is None or not config.optimizer.startswith("adapprox"):
+        return jax.jit(tx.init)(params)
+    head = jax.tree.map(np.zeros_like, params["head"])  # which AdamW did not know
+    of_model = adam.state
+    moments = of_model._replace(
+        mu={"gpt": of_model.mu, "head": head}, nu={"gpt": of_model.nu, "head": head}
+    )
+    given = optimizers.keywords(config.optimizer, config.hyper, config.adapprox)
+    shared = inspect.signature(adapprox_jax.from_adam).parameters.keys() & given.keys()
+    made_with = {name: given[name] for name in shared} | {
+        name: getattr(adam, name) for name in ("b1", "b2", "eps")
+    }
+    return schedules_at_zero(adapprox_jax.from_adam(tx, moments, params, **made_with))
 
 
 def predictor(
@@ -207,10 +240,22 @@ def _schedule(peak: float, warmup: int, steps: int) -> optax.Schedule:
     return optax.join_schedules([up, down], [warmup])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Examples:
+    """The rows of a batch as a source for Grain."""
+
+    batch: Batch
+
+    def __len__(self) -> int:
+        return len(self.batch["tokens"])
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: array[index] for name, array in self.batch.items()}
+
+
 def _batches(train: Batch, batch_size: int, seed: int) -> grain.DatasetIterator[Batch]:
     """Endless batches, each epoch in a new order that the seed fixes; the rest is left out."""
-    rows = [dict(zip(train, row, strict=True)) for row in zip(*train.values(), strict=True)]
-    dataset = grain.MapDataset.source(rows).seed(seed).shuffle()
+    dataset = grain.MapDataset.source(_Examples(train)).seed(seed).shuffle()
     dataset = dataset.batch(batch_size, drop_remainder=True).repeat()
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
@@ -224,12 +269,6 @@ def _open_best(out: pathlib.Path) -> ocp.CheckpointManager:
         enable_async_checkpointing=False,
     )
     return ocp.CheckpointManager((out / "best").absolute(), options=options)
-
-
-def _with_head(adam: optax.ScaleByAdamState, params: Any) -> optax.ScaleByAdamState:
-    """AdamW's moments of a model, and zeros for the head that it lacks."""
-    head = jax.tree.map(np.zeros_like, params["head"])
-    return adam._replace(mu={"gpt": adam.mu, "head": head}, nu={"gpt": adam.nu, "head": head})
 
 
 def schedules_at_zero(opt_state: Any) -> Any:
@@ -246,10 +285,6 @@ def schedules_at_zero(opt_state: Any) -> Any:
 
 def _digest(tree: Any) -> str:
     sha = hashlib.sha256()
-    for leaf in _arrays(tree):
-        sha.update(np.ascontiguousarray(leaf).tobytes())
+    for leaf in jax.tree.leaves(tree):
+        sha.update(leaf if isinstance(leaf, bytes) else np.ascontiguousarray(leaf).tobytes())
     return sha.hexdigest()[:16]
-
-
-def _arrays(tree: Any) -> Iterator[np.ndarray]:
-    return (np.asarray(leaf) for leaf in jax.tree.leaves(tree))

@@ -13,6 +13,7 @@ import numpy as np
 from examples.gpt2.data import DataError
 from examples.gpt2.tokens import Tokenizer
 
+METRICS = ("f1", "exact_match")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -64,6 +65,8 @@ def read_questions(file: pathlib.Path) -> list[Question]:
     except json.JSONDecodeError as error:
         at = f"line {error.lineno}, column {error.colno}"
         raise DataError(f"{file}, {at}: not JSON: {error.msg}") from None
+    except (ValueError, RecursionError):
+        raise DataError(f"{file}: has numbers or brackets beyond all measure") from None
     questions = []
     for i, article in enumerate(_entry(file, "", content, "data", list)):
         where = f"data[{i}]"
@@ -74,12 +77,19 @@ def read_questions(file: pathlib.Path) -> list[Question]:
                 questions.append(_question(file, f"{within}.qas[{k}]", entry, context))
     if not questions:
         raise DataError(f"{file}: has no questions")
+    ids = collections.Counter(question.id for question in questions)
+    [(most, times)] = ids.most_common(1)
+    if times > 1:
+        raise DataError(f"{file}: {times} questions have the id {most!r}")
     if all(answer.start is None for question in questions for answer in question.answers):
         raise DataError(f"{file}: no answer stands at the place of the context that it names")
     return questions
 
 
 def _question(file: pathlib.Path, where: str, entry: Any, context: str) -> Question:
+    _entry(file, where, entry, "answers", list)
+    if entry.get("is_impossible"):
+        raise DataError(f"{file}: {where} has no answer, as in SQuAD v2.0; allowed: v1.1")
     answers = []
     for i, answer in enumerate(_entry(file, where, entry, "answers", list)):
         of = f"{where}.answers[{i}]"
@@ -90,7 +100,7 @@ def _question(file: pathlib.Path, where: str, entry: Any, context: str) -> Quest
         there = bool(text) and start >= 0 and context.startswith(text, start)
         answers.append(Answer(text, start if there else None))
     id_, question = (_entry(file, where, entry, key, str) for key in ("id", "question"))
-    return Question(id_, question, context, tuple(answers))
+    return Question(id_, question.strip(), context, tuple(answers))
 
 
 def _entry(file: pathlib.Path, where: str, of: Any, key: str, kind: type) -> Any:
@@ -118,9 +128,11 @@ def windows(
       The windows of all questions in their order.
     """
     made = []
+    text, context = None, None
     for number, question in enumerate(questions):
         asked = tokenizer.encode(question.question).tokens[: length // 2]
-        context = tokenizer.encode(question.context)
+        if question.context is not text:  # several questions are asked of one
+            text, context = question.context, tokenizer.encode(question.context)
         room = length - len(asked) - 1
         answer = _tokens_of(question, context.spans)
         begin = 0

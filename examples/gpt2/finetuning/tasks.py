@@ -1,6 +1,7 @@
 """What a task is to the program: arrays to learn from, a loss, and a score of logits."""
 
 import dataclasses
+import hashlib
 import json
 import pathlib
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from examples.gpt2.tokens import Tokenizer
 
 Name: TypeAlias = Literal["cola", "sst2", "mrpc", "mnli", "squad"]
 LENGTHS = {"cola": 64, "sst2": 128, "mrpc": 128, "mnli": 128, "squad": 384}  # tokens of an example
-# The metric of each, in the order of the paper's table.
-METRICS = {"squad": "f1", **{name: task.metrics[0] for name, task in glue.TASKS.items()}}
+# The metrics of each, the one first by which checkpoints are compared, in the paper's order.
+METRICS = {"squad": squad.METRICS, **{name: task.metrics for name, task in glue.TASKS.items()}}
+SHORTEST = 8  # tokens of an example, at least
 _STRIDE = 128  # between windows of SQuAD, as in the scripts of BERT
 SQUAD_FILES = {"train": "train-v1.1.json", "validation": "dev-v1.1.json"}
 
@@ -40,6 +42,7 @@ class Task:
     train: Batch
     validation: Predictions
     test: Predictions | None
+    digest: str  # of what is predicted, labels included
     loss: Callable[[WithHead, Batch], jax.Array]
     logits: Callable[[WithHead, Batch], jax.Array]
 
@@ -91,13 +94,18 @@ def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: in
     has_test = (folder / task.tables["test"].file).exists()
     return Task(
         outputs=len(task.labels),
-        metric=METRICS[name],
+        metric=METRICS[name][0],
         train=batch_of(glue.read_examples(folder, name, "train")),
         validation=predictions("validation"),
         test=predictions("test") if has_test else None,
+        digest=_digest(glue.read_examples(folder, name, "validation")),
         loss=class_loss,
         logits=WithHead.classes,
     )
+
+
+def _digest(validation: Sequence[glue.Example] | Sequence[squad.Question]) -> str:
+    return hashlib.sha256(repr(validation).encode()).hexdigest()
 
 
 def _joined(sentences: list[list[int]], end: int, length: int) -> list[int]:
@@ -109,11 +117,9 @@ def _joined(sentences: list[list[int]], end: int, length: int) -> list[int]:
 
 
 def _load_squad(folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task:
-    read = {split: squad.read_questions(folder / file) for split, file in SQUAD_FILES.items()}
-    made = {
-        split: squad.windows(questions, tokenizer, length, min(_STRIDE, length // 3))
-        for split, questions in read.items()
-    }
+    def read(split: str) -> tuple[list[squad.Question], list[squad.Window]]:
+        questions = squad.read_questions(folder / SQUAD_FILES[split])
+        return questions, squad.windows(questions, tokenizer, length, min(_STRIDE, length // 3))
 
     def batch_of(windows: Sequence[squad.Window]) -> Batch:
         return {
@@ -123,10 +129,12 @@ def _load_squad(folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task
             "target": np.array([w.target for w in windows], np.int32),
         }
 
+    _, windows = read("train")
+    train = batch_of(windows)
+    questions, windows = read("validation")
+
     def answers(logits: np.ndarray) -> dict[str, str]:
-        return squad.best_answers(
-            read["validation"], made["validation"], logits[:, 0], logits[:, 1]
-        )
+        return squad.best_answers(questions, windows, logits[:, 0], logits[:, 1])
 
     def write(logits: np.ndarray, out: pathlib.Path) -> pathlib.Path:
         file = out / "predictions.json"
@@ -135,14 +143,13 @@ def _load_squad(folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task
 
     return Task(
         outputs=2,
-        metric=METRICS["squad"],
-        train=batch_of(made["train"]),
+        metric=METRICS["squad"][0],
+        train=train,
         validation=Predictions(
-            batch_of(made["validation"]),
-            lambda logits: squad.score(read["validation"], answers(logits)),
-            write,
+            batch_of(windows), lambda logits: squad.score(questions, answers(logits)), write
         ),
         test=None,
+        digest=_digest(questions),
         loss=span_loss,
         logits=WithHead.ends,
     )
