@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from examples.gpt2.model import ACTIVATIONS, GPT, GPTConfig
+from examples.gpt2.records import read_json
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PREFIX = "transformer."  # of all but the head, where the model was saved with one
@@ -111,7 +112,7 @@ def read_config(folder: pathlib.Path) -> GPTConfig:
       CheckpointError: There is none, or it is of a model that `GPT` is not.
     """
     file = folder / CONFIG
-    given = _read_json(file)
+    given = _read_object(file)
     for name, value in _EXPECTED.items():
         if given.get(name, value) != value:
             allowed = f"{name} is {given[name]!r}; allowed: {value!r}"
@@ -219,17 +220,8 @@ def _size(file: pathlib.Path, key: str, value: Any) -> int:
     return value
 
 
-def _read_json(file: pathlib.Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise CheckpointError(f"{file}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{file}, line {error.lineno}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{file}: has numbers or brackets beyond all measure") from None
+def _read_object(file: pathlib.Path) -> dict[str, Any]:
+    content = read_json(file, CheckpointError)
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: holds {type(content).__name__}; allowed: a JSON object")
     return content
@@ -242,7 +234,7 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, pathlib.Path]:
         with _opened(file) as tensors:
             return {name.removeprefix(_PREFIX): file for name in tensors.keys()}  # noqa: SIM118
     if (folder / INDEX).exists():
-        index = _read_json(folder / INDEX).get("weight_map")
+        index = _read_object(folder / INDEX).get("weight_map")
         if not isinstance(index, dict):
             raise CheckpointError(f"{folder / INDEX}: has no weight_map")
         for name, shard in index.items():

@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run may be stopped in the middle of writing."""
+"""Files of JSON lines that a run may be stopped in the middle of writing, and JSON of others."""
 
 import json
 import pathlib
@@ -21,3 +21,18 @@ def append(path: pathlib.Path, row: dict[str, Any]) -> None:
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
     with open(path, "a") as file:
         file.write("\n" * broken + json.dumps(row) + "\n")
+
+
+def read_json(file: pathlib.Path, error: type[ValueError]) -> Any:
+    """What a JSON file holds; where it cannot be read the error, with file and place in one line."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
+    except OSError as reason:
+        raise error(f"{file}: cannot be read: {reason.strerror}") from None
+    except UnicodeDecodeError:
+        raise error(f"{file}: not UTF-8 text") from None
+    except json.JSONDecodeError as reason:
+        at = f"line {reason.lineno}, column {reason.colno}"
+        raise error(f"{file}, {at}: not JSON: {reason.msg}") from None
+    except (ValueError, RecursionError):
+        raise error(f"{file}: has numbers or brackets beyond all measure") from None

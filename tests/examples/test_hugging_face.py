@@ -175,7 +175,7 @@ def test_damaged_files(folder):
     with pytest.raises(CheckpointError, match="is a pickle, which may run any code"):
         read_hugging_face(folder)
     for text, message in [
-        (config[:-40], "line 29: not JSON"),
+        (config[:-40], "line 29, column 3: not JSON"),
         ("[]", "holds list; allowed: a JSON object"),
         ("{}", "has no model_type; allowed: 'gpt2'"),
         (f'{{"n_layer": {"9" * 5000}}}', "numbers or brackets beyond all measure"),

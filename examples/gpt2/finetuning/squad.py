@@ -1,7 +1,6 @@
 """SQuAD v1.1 (Rajpurkar et al., 2016): its file, windows over long contexts, spans, metrics."""
 
 import collections
-import json
 import pathlib
 import re
 import string
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from examples.gpt2.data import DataError
+from examples.gpt2.records import read_json
 from examples.gpt2.tokens import Tokenizer
 
 METRICS = ("f1", "exact_match")
@@ -56,17 +56,7 @@ def read_questions(file: pathlib.Path) -> list[Question]:
     Raises:
       DataError: The file is missing, no JSON, or lacks something; says where.
     """
-    try:
-        content = json.loads(file.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise DataError(f"{file}: not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, column {error.colno}"
-        raise DataError(f"{file}, {at}: not JSON: {error.msg}") from None
-    except (ValueError, RecursionError):
-        raise DataError(f"{file}: has numbers or brackets beyond all measure") from None
+    content = read_json(file, DataError)
     questions = []
     for i, article in enumerate(_entry(file, "", content, "data", list)):
         where = f"data[{i}]"
