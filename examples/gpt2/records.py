@@ -24,7 +24,7 @@ def append(path: pathlib.Path, row: dict[str, Any]) -> None:
 
 
 def read_json(file: pathlib.Path, error: type[ValueError]) -> Any:
-    """What a JSON file holds; where it cannot be read the error, with file and place in one line."""
+    """What a JSON file holds; where it cannot be read the error, in a line with file and place."""
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except OSError as reason:
