@@ -17,8 +17,10 @@ from adapprox_jax.orthogonal_directions import orthogonalize
 from adapprox_jax.quantization import dequantize, quantize
 from adapprox_jax.resize import grow, resize
 from adapprox_jax.second_moment import scale_by_adapprox
+from adapprox_jax.second_moment_decay import increasing_decay
 from adapprox_jax.settings import MUON_STATIC_ARGS, STATIC_ARGS
 from adapprox_jax.state import ScaleByAdapproxState
+from adapprox_jax.weight_decay import add_cautious_weight_decay
 
 __version__ = version("adapprox_jax")
 
@@ -33,12 +35,14 @@ __all__ = [
     "ScaleByNeuronMomentState",
     "adapprox",
     "adapprox_muon",
+    "add_cautious_weight_decay",
     "clip_by_matrix_rms",
     "dequantize",
     "from_adam",
     "grow",
     "guided_ema",
     "hidden_matrices",
+    "increasing_decay",
     "muon_report",
     "orthogonalize",
     "quantize",

@@ -11,11 +11,11 @@ from adapprox_jax.hidden import Selection, resolve_selection
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
 from adapprox_jax.neurons import scale_by_neuron_moment
-from adapprox_jax.optimizer import decay_and_rate
 from adapprox_jax.orthogonal_directions import orthogonalize
-from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
+from adapprox_jax.second_moment import scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
 from adapprox_jax.validation import require, require_choice, require_integer
+from adapprox_jax.weight_decay import decay_and_rate
 
 HIDDEN = "orthogonal directions"  # label of the leaves that have them
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
@@ -24,7 +24,7 @@ RMS = 0.2  # of the updates of a matrix before the learning rate, as those of Ad
 def adapprox_muon(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.95,
-    b2: jax.typing.ArrayLike = 0.95,
+    b2: optax.ScalarOrSchedule = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
@@ -35,11 +35,12 @@ def adapprox_muon(
     nesterov: bool = True,
     newton_schulz_steps: int = 5,
     second_moment: bool | Literal["neurons"] = True,
+    cautious_weight_decay: bool = False,
     b1_elsewhere: jax.typing.ArrayLike = 0.9,
     rate_elsewhere: jax.typing.ArrayLike = 1.0,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
-    error_threshold: ErrorThreshold = 0.01,
+    error_threshold: optax.ScalarOrSchedule = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
     rank_margin: int = 0,
@@ -63,7 +64,8 @@ def adapprox_muon(
     Args:
       learning_rate: A number or a schedule.
       b1: Decay of the running average of the gradients of hidden matrices, in (0, 1).
-      b2: Decay of the second moments, in [0, 1).
+      b2: Decay of the second moments, in [0, 1), or a function from the step to it; with
+        second_moment="neurons" a number.
       eps: Added to the root of a second moment, at least 0.
       eps_root: Added under the root, at least 0.
       mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
@@ -79,6 +81,8 @@ def adapprox_muon(
         output of a matrix (`scale_by_neuron_moment`), False for none, as in Muon: an RMS of about
         0.2 then. In the last two cases what is explained at `scale_by_adapprox` is of everything
         else alone.
+      cautious_weight_decay: Decay only entries that the update shrinks, too
+        (`add_cautious_weight_decay`).
       b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1).
       rate_elsewhere: What updates of everything else are multiplied by, above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
@@ -181,5 +185,5 @@ def adapprox_muon(
             {HIDDEN: optax.chain(*direction, *to_size), "everything else": optax.chain(*elsewhere)},
             labels,
         ),
-        *decay_and_rate(learning_rate, weight_decay, mask),
+        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )

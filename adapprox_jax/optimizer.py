@@ -3,7 +3,6 @@
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 from adapprox_jax.approximation import Approximate
@@ -11,9 +10,10 @@ from adapprox_jax.clipping import clip_by_matrix_rms
 from adapprox_jax.growth import PAPERS_GROWTH
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
-from adapprox_jax.second_moment import ErrorThreshold, scale_by_adapprox
+from adapprox_jax.second_moment import scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
 from adapprox_jax.validation import is_zero, require, require_flag
+from adapprox_jax.weight_decay import decay_and_rate
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
 # decays are not among them.
@@ -36,7 +36,7 @@ PAPER: dict[str, Any] = {
 def adapprox(
     learning_rate: optax.ScalarOrSchedule,
     b1: jax.typing.ArrayLike = 0.9,
-    b2: jax.typing.ArrayLike = 0.999,
+    b2: optax.ScalarOrSchedule = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
@@ -47,9 +47,10 @@ def adapprox(
     cosine_guidance: bool = False,
     guidance_max_scale: jax.typing.ArrayLike = 10.0,
     bias_correction: bool = False,
+    cautious_weight_decay: bool = False,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
-    error_threshold: ErrorThreshold = 0.01,
+    error_threshold: optax.ScalarOrSchedule = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
     rank_margin: int = 0,
@@ -73,7 +74,8 @@ def adapprox(
     Args:
       learning_rate: A number or a schedule.
       b1: Decay of the running average of updates, in [0, 1). With 0 none is kept.
-      b2: Decay of the second moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1), or a function from the step to it, as
+        `increasing_decay` gives.
       eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
       eps_root: Added under the root, at least 0.
       mu_dtype: Type of the running average; None for that of the parameters, int8, "int5" or int4
@@ -81,11 +83,13 @@ def adapprox(
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
-        for no clipping, which needs `bias_correction`.
+        for no clipping, which needs `bias_correction`, or a b2 that is a function and begins at 0.
       cosine_guidance: Scale the average up where the update agrees with it. It acts mostly as a
         higher learning rate: with it the best rate is about half.
       guidance_max_scale: The largest such factor, at least 1.
       bias_correction: Divide the second moment by 1 - b2^t.
+      cautious_weight_decay: Decay only entries that the update shrinks, too
+        (`add_cautious_weight_decay`).
       initial_rank: k_init; None for a fixed rank. This and what follows is explained at
         `scale_by_adapprox`; `**PAPER` gives the paper's values of these.
       max_rank: k_max, an int or a fraction of min(m, n).
@@ -147,40 +151,27 @@ def adapprox(
             factor_dtype=factor_dtype,
             key=key,
         ),
-        _clip(clipping_threshold, bias_correction, weight_dimension_numbers),
+        _clip(clipping_threshold, bias_correction or callable(b2), weight_dimension_numbers),
         _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, weight_dimension_numbers),
-        *decay_and_rate(learning_rate, weight_decay, mask),
-    )
-
-
-def decay_and_rate(
-    learning_rate: optax.ScalarOrSchedule, weight_decay: jax.typing.ArrayLike, mask: Any
-) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
-    """The end of an optimizer: decoupled weight decay and the learning rate."""
-    if not callable(learning_rate):
-        allowed = "a number or a schedule"
-        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
-    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
-    return (
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
 
 
 def _clip(
     threshold: jax.typing.ArrayLike | None,
-    bias_correction: bool,
+    unbiased: bool,
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
-    """The clip, or nothing where there is no threshold and bias correction in its place."""
+    """The clip, or nothing where there is no threshold and an unbiased second moment instead."""
     if threshold is not None:
         allowed = "a number above 0, or None"
         require("clipping_threshold", threshold, lambda x: x > 0, allowed)
         return clip_by_matrix_rms(threshold, weight_dimension_numbers)
-    if not bias_correction:
+    if not unbiased:
         raise ValueError(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
-            " bias_correction=True, because the first updates would be 1 / sqrt(1 - b2) in size."
+            " bias_correction=True or b2=increasing_decay(), because the first updates would be"
+            " 1 / sqrt(1 - b2) in size."
         )
     return optax.identity()
 

@@ -4,9 +4,8 @@ The way of one gradient: tree -> leaves (`leaf_step`) -> matrices, one after the
 (`matrix_step`), together on accelerators (`phases`) -> leaves -> tree.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,20 +40,18 @@ from adapprox_jax.state import (
 )
 from adapprox_jax.step_scalars import StepScalars
 from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
-from adapprox_jax.validation import require, require_flag, require_function, require_scalar
-
-ErrorThreshold: TypeAlias = jax.typing.ArrayLike | Callable[[jax.Array], jax.Array]
+from adapprox_jax.validation import at_step, require, require_flag, require_or_schedule
 
 
 def scale_by_adapprox(
-    b2: jax.typing.ArrayLike = 0.999,
+    b2: optax.ScalarOrSchedule = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
     *,
     eps_root: jax.typing.ArrayLike = 0.0,
     bias_correction: bool = False,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
-    error_threshold: ErrorThreshold = 0.01,
+    error_threshold: optax.ScalarOrSchedule = 0.01,
     rank_interval: int = 10,
     rank_growth: RankGrowth | None = None,
     rank_margin: int = 0,
@@ -76,10 +73,12 @@ def scale_by_adapprox(
     updates are about 1 / sqrt(1 - b2) in size: follow this with clipping, as `adapprox` does.
 
     Args:
-      b2: Decay of the second moment, in [0, 1).
+      b2: Decay of the second moment, in [0, 1), or a function from the step, from 1, to it, as
+        `increasing_decay` gives.
       eps: Added to the root, at least 0.
       eps_root: Added under the root, at least 0.
-      bias_correction: Divide the second moment by 1 - b2^t, as Adam does and the paper does not.
+      bias_correction: Divide the second moment by 1 - b2^t, as Adam does and the paper does not;
+        for a b2 that is a number.
       initial_rank: k_init, the first rank tried, at least 1. None, or `max_rank`: the rank is fixed
         at `max_rank`, the simple, predictable mode.
       max_rank: k_max, the width of the buffers: an int, or a float in (0, 1] as a fraction of
@@ -126,15 +125,18 @@ def scale_by_adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    allowed = "a number in [0, 1), or a function from the step to one"
+    require_or_schedule("b2", b2, lambda x: 0 <= x < 1, allowed)
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
     require_flag("bias_correction", bias_correction)
+    if bias_correction and callable(b2):
+        raise ValueError(
+            "bias_correction is True and b2 a function; allowed: with a number. A function that"
+            " begins at 0, as increasing_decay() does, leaves no bias."
+        )
     allowed = "a number of at least 0, or a function from the step to one"
-    if callable(error_threshold):
-        require_function("error_threshold", error_threshold, allowed)
-    else:
-        require("error_threshold", error_threshold, lambda x: x >= 0, allowed)
+    require_or_schedule("error_threshold", error_threshold, lambda x: x >= 0, allowed)
     growth = PAPERS_GROWTH if rank_growth is None else rank_growth
     settings = Settings(
         RankRule(initial_rank, max_rank, rank_interval, growth, rank_margin),
@@ -164,16 +166,15 @@ def scale_by_adapprox(
         count = optax.safe_increment(state.count)
         leaves = leaf_states(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=key_impl), count)
-        threshold = error_threshold(count) if callable(error_threshold) else error_threshold
-        require_scalar("error_threshold", threshold)
+        decay = at_step("b2", b2, count)
         scalars = StepScalars(
             step=count,
             **draw_for_all(key, updates, leaves, settings)._asdict(),
-            b2=b2,
+            b2=decay,
             eps=eps,
             eps_root=eps_root,
-            correction=1 - b2**count if bias_correction else 1.0,
-            error_threshold=threshold,
+            correction=1 - decay**count if bias_correction else 1.0,
+            error_threshold=at_step("error_threshold", error_threshold, count),
         )
         dimension_numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
         scaled, leaves = step_tree(scalars, updates, leaves, dimension_numbers, settings)

@@ -171,7 +171,7 @@ class Settings:
 # them because with 0 no average is kept, and what can be called without being a schedule. Of
 # `adapprox`, and of `adapprox_muon`.
 STATIC_ARGS: tuple[str, ...] = (
-    *("b1", "mu_dtype", "mask", "cosine_guidance", "bias_correction"),
+    *("b1", "mu_dtype", "mask", "cosine_guidance", "bias_correction", "cautious_weight_decay"),
     *(field.name for part in (RankRule, Subspace, Storage) for field in dataclasses.fields(part)),
     *("approximate", "weight_dimension_numbers", "key"),
 )

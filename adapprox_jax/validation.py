@@ -74,6 +74,25 @@ def require_function(name: str, value: Any, allowed: str) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
+def require_or_schedule(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:
+    """`require` of a number, or `require_function` of what can be called."""
+    if callable(value):
+        require_function(name, value, allowed)
+    else:
+        require(name, value, holds, allowed)
+
+
+def at_step(name: str, value: Any, step: jax.Array) -> Any:
+    """A hyperparameter at a step: what the function gives, if it is one.
+
+    Raises:
+      ValueError: It gives something else than one real number.
+    """
+    result = value(step) if callable(value) else value
+    require_scalar(name, result)
+    return result
+
+
 def require_transformation(name: str, value: Any) -> None:
     """Raises ValueError unless `value` has Optax's `init` and `update`."""
     if not (hasattr(value, "init") and hasattr(value, "update")):

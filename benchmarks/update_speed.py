@@ -151,9 +151,9 @@ def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float)
     for runner in runners:
         runner.record["seconds"] = statistics.median(runner.seconds)
         runner.record["seconds_of_cycles"] = runner.seconds
-        ranks = optax.tree.get(runner.state, "rank")
-        if ranks is not None:
-            runner.record["ranks"] = sorted({int(r) for r in jax.tree.leaves(ranks)})
+        found = [ranks for _, ranks in optax.tree.get_all_with_path(runner.state, "rank")]
+        if found:
+            runner.record["ranks"] = sorted({int(r) for r in jax.tree.leaves(found)})
 
 
 def ratio(runner: Runner, base: Runner) -> float:

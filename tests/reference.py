@@ -46,6 +46,7 @@ class Settings:
     root: bool = False
     b1: float = 0.9
     b2: float = 0.999
+    exponent: float | None = None  # of 1 - t^-exponent, in place of b2
     eps: float = 1e-8
     eps_root: float = 0.0
     clip: float | None = 1.0
@@ -53,6 +54,7 @@ class Settings:
     max_scale: float = 3.0
     bias_correction: bool = False
     weight_decay: float = 0.0
+    cautious: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def reconstruct(state, s):
 def step(g, w, state, gaussian, s):
     """Algorithm 3 and the guidance; returns the update before the learning rate, and the state."""
     t = state.t + 1
-    v = s.b2 * reconstruct(state, s) + (1 - s.b2) * g**2
+    b2 = s.b2 if s.exponent is None else 1 - t**-s.exponent
+    v = b2 * reconstruct(state, s) + (1 - b2) * g**2
     start = gaussian.copy()
     if s.warm_start:
         for j in range(state.u.shape[1]):
@@ -110,7 +113,7 @@ def step(g, w, state, gaussian, s):
                 start[:, j] = state.u[:, j]
     a = np.sqrt(v) if s.root else v
     q, u, k, tried = adaptive_srsi(a, state.k, t, start, s)
-    v_hat = v / (1 - s.b2**t) if s.bias_correction else v  # 5
+    v_hat = v / (1 - b2**t) if s.bias_correction else v  # 5
     update = g / (np.sqrt(v_hat + s.eps_root) + s.eps)
     if s.clip is not None:
         update = update / max(1, np.sqrt(np.mean(update**2)) / s.clip)
@@ -121,4 +124,7 @@ def step(g, w, state, gaussian, s):
         theta = np.clip(np.sum(update * m) / norms, -1, 1) if norms > 0 else 0.0  # 4, 6
         emitted = m * min(1 / (1 - theta + s.eps), s.max_scale)  # 4
     new = replace(state, q=q, u=u, k=k, m=m, t=t, xi=relative_error(a, q, u), tried=tried)
-    return emitted + s.weight_decay * w, new
+    decay = s.weight_decay * w
+    if s.cautious:
+        decay = np.where(emitted * w >= 0, decay, 0)
+    return emitted + decay, new

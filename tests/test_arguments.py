@@ -30,6 +30,7 @@ def raises(call, *words, error=ValueError):
         *(("b2", value) for value in (1.5, jnp.array(1.5), np.array(1.5), "0.9", True, np.nan)),
         *(("b1", value) for value in (-0.1, jnp.array(1.0), lambda step: 0.9)),
         *(("eps", value) for value in (-1.0, jnp.array(-1.0), jnp.ones(2), None)),
+        ("b2", lambda: 0.9),
         ("eps_root", jnp.array(np.nan)),
         ("learning_rate", jnp.array(np.nan)),
         ("weight_decay", jnp.array(-0.1)),
@@ -38,6 +39,7 @@ def raises(call, *words, error=ValueError):
         ("error_threshold", jnp.array(-1.0)),
         ("error_threshold", lambda: 0.1),
         *((name, "no") for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
+        ("cautious_weight_decay", 1),
         *((name, 1) for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
         ("rank_growth", lambda: 1),
         ("rank_growth", 3),
@@ -73,9 +75,18 @@ def test_dimension_numbers_that_name_no_axes_are_named(numbers):
     ("function", "given"),
     [(lambda t: jnp.ones(3), "float32[3]"), (lambda t: "x", "'x'"), (lambda t: None, "None")],
 )
-def test_a_threshold_that_is_no_number_is_named(function, given):
-    tx = adapprox_jax.scale_by_adapprox(initial_rank=1, error_threshold=function)
-    raises(lambda: tx.update(PARAMS, tx.init(PARAMS)), f"error_threshold gave {given}")
+def test_a_function_that_gives_no_number_is_named(function, given):
+    for name in ("error_threshold", "b2"):
+        tx = adapprox_jax.scale_by_adapprox(initial_rank=1, **{name: function})
+        raises(lambda tx=tx: tx.update(PARAMS, tx.init(PARAMS)), f"{name} gave {given}")
+
+
+def test_bias_correction_needs_a_number():
+    raises(
+        lambda: adapprox_jax.adapprox(1e-3, b2=lambda t: 0.9, bias_correction=True),
+        "bias_correction is True and b2 a function",
+    )
+    adapprox_jax.adapprox(1e-3, b2=adapprox_jax.increasing_decay(), clipping_threshold=None)
 
 
 def test_leaves_that_are_no_arrays_of_floats_are_named():

@@ -32,6 +32,8 @@ VARIANTS = {
     "fixed-guidance": dict(**FIXED, guidance=True),
     "fixed-decay": dict(**FIXED, weight_decay=0.1),
     "fixed-bias-correction": dict(**FIXED, bias_correction=True, clip=None),
+    "fixed-root-increasing": dict(**FIXED, **ROOT, exponent=0.8, clip=None),
+    "fixed-cautious": dict(**FIXED, weight_decay=0.1, cautious=True),
     "adaptive": ADAPTIVE,
     "adaptive-root": {**ADAPTIVE, **ROOT, "xi_thresh": 0.1},
     "adaptive-printed": dict(**ADAPTIVE, rotate=False),
@@ -88,7 +90,7 @@ def optimizer(s: reference.Settings, number=float, **keywords):
     return adapprox_jax.adapprox(
         1.0,
         s.b1,
-        number(s.b2),
+        number(s.b2) if s.exponent is None else adapprox_jax.increasing_decay(s.exponent),
         s.eps,
         s.eps_root,
         weight_decay=s.weight_decay,
@@ -96,6 +98,7 @@ def optimizer(s: reference.Settings, number=float, **keywords):
         cosine_guidance=s.guidance,
         guidance_max_scale=s.max_scale,
         bias_correction=s.bias_correction,
+        cautious_weight_decay=s.cautious,
         initial_rank=s.k_init,
         max_rank=s.k_max,
         error_threshold=number(s.xi_thresh),
@@ -192,7 +195,10 @@ def test_every_variant_follows_the_reference_in_float64(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["fixed", "fixed-root-warm", "fixed-printed", "fixed-bias-correction", "adaptive-printed"],
+    [
+        *("fixed", "fixed-root-warm", "fixed-printed", "fixed-bias-correction"),
+        *("fixed-root-increasing", "adaptive-printed"),
+    ],
 )
 def test_the_way_of_accelerators_follows_the_reference_in_float64(name, in_phases):
     """Adaptive ranks that are turned work on other columns there (docs/algorithm.md)."""

@@ -8,10 +8,9 @@ comparison goes on where it was, and two processes can fill different parts of o
 import dataclasses
 import json
 import math
-import pathlib
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -45,11 +44,10 @@ def compare(config: Config, run: Callable[..., Any], diverged: type[Exception]) 
             config, optimizer=name, learning_rate=rate, seed=seed, compare=(), out=out / label
         )
         wanted = settings(resolve(one), key)
-        found = find(out / "results.jsonl", wanted)
+        found = find(records.read(out / "results.jsonl"), wanted)
         if found is None:
             print(f"-- {name}, peak rate {rate:g}, seed {seed}", flush=True)
-            found = {"settings": wanted, "versions": versions(), **_run(run, diverged, one)}
-            jax.clear_caches()  # each run compiles its own functions
+            found = finished(one, wanted, run, diverged)
             records.append(out / "results.jsonl", found)
         return found
 
@@ -119,13 +117,12 @@ def grid_table(summary: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def find(path: pathlib.Path, wanted: dict[str, Any]) -> dict[str, Any] | None:
-    """The finished run with these settings, if the file has one."""
+def find(rows: Iterable[dict[str, Any]], wanted: dict[str, Any]) -> dict[str, Any] | None:
+    """The finished run with these settings, if it is among the records."""
 
     def written(used: dict[str, Any]) -> str:
         return json.dumps(used, sort_keys=True)  # where 1 is not 1.0: a rank, a fraction
 
-    rows = records.read(path)
     return next((row for row in rows if written(row["settings"]) == written(wanted)), None)
 
 
@@ -139,13 +136,24 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__}
 
 
-def _run(run: Callable[..., Any], diverged: type[Exception], one: Config) -> dict[str, Any]:
+def finished(
+    config: Config, used: dict[str, Any], run: Callable[..., Any], diverged: type[Exception]
+) -> dict[str, Any]:
+    """Trains one model, and returns its record.
+
+    Args:
+      config: The settings.
+      used: What `settings` makes of them.
+      run: Trains it.
+      diverged: What `run` raises when the loss is not finite.
+    """
+    result: dict[str, Any] = {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
     try:
-        result = run(one, keep=False)
+        result = run(config, keep=False)._asdict()
     except diverged as error:
         print(f"diverged: {error}")
-        return {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
-    return {key: value for key, value in result._asdict().items() if key != "settings"}
+    jax.clear_caches()  # each run compiles its own functions
+    return {**result, "settings": used, "versions": versions()}
 
 
 def standard_error(losses: list[float]) -> float | None:

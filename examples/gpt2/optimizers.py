@@ -10,13 +10,25 @@ from typing import Any, Literal, get_args
 
 import jax
 import optax
-import optax.contrib
 
 import adapprox_jax
 from benchmarks.came import came
+from examples.gpt2 import opponents
 from examples.gpt2.hints import by_case, show_defaults
 
-Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "came", "muon"]
+Name = Literal[
+    "adapprox",
+    "adapprox-paper",
+    "adapprox-muon",
+    "adamw",
+    "adamw-8-bits",
+    "adafactor",
+    "adafactor-b2",
+    "came",
+    "galore",
+    "muon",
+    "sm3",
+]
 NAMES: tuple[str, ...] = get_args(Name)
 
 
@@ -29,11 +41,17 @@ class Hyperparameters:
     b1: float = 0.9
     b2: float = 0.999
     weight_decay: float = 0.1
+    decays: Literal["matrices", "hidden", "everything"] = "matrices"
+    """What the weight decay reaches: all matrices, those that neither embed nor end the model, or
+    vectors too."""
+    clip_norm: float | None = None
+    """Norm that all gradients together are clipped at."""
 
 
 # Guided, as the paper's pretraining is.
 PAPER = {**adapprox_jax.PAPER, "cosine_guidance": True}
-MUON_B2 = 0.95
+# Arguments that records from before they existed lack, with what was done then.
+_SINCE = [("cautious_weight_decay", False)]
 
 
 def _arguments(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
@@ -53,7 +71,8 @@ def _library_defaults() -> dict[str, str]:
     muon = _arguments(adapprox_jax.adapprox_muon)
     words = {name: str(value) for name, value in muon.items()} | words
     of_muon = {f"muon_{name}": str(muon[name]) for name in ("b1", "b2")}
-    return words | of_muon | {"sampling_threshold": "False"}
+    others = {"sampling_threshold": "False", "b2_exponent": "none", "clip_norm": "none"}
+    return words | of_muon | others
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +97,9 @@ class AdapproxOptions:
     cosine_guidance: bool | None = None
     guidance_max_scale: float | None = None
     bias_correction: bool | None = None
+    b2_exponent: float | None = None
+    """In place of a constant b2: 1 - t^-exponent, adapprox_jax.increasing_decay."""
+    cautious_weight_decay: bool | None = None
     clipping_threshold: float | None = None
     min_dim_size_to_factor: int | None = None
     mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
@@ -114,6 +136,7 @@ def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     """
     given = options.given()
     sampling = given.pop("sampling_threshold", False)
+    exponent = given.pop("b2_exponent", None)
     if name == "adapprox-muon":
         for keyword in ("b1", "b2"):
             given |= {keyword: given.pop(f"muon_{keyword}")} if f"muon_{keyword}" in given else {}
@@ -131,6 +154,8 @@ def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
         late = used["error_threshold"]
         used["error_threshold"] = adapprox_jax.sampling_threshold(hyper.b2, late)
         used["rank_growth"] = one_column
+    if exponent is not None:
+        used["b2"] = adapprox_jax.increasing_decay(exponent)
     return used
 
 
@@ -160,64 +185,48 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     match name:
         case "adapprox" | "adapprox-paper" | "adapprox-muon":
             used = keywords(name, hyper, options)
-        case "muon":
-            used = {
-                part.__name__: _arguments(part, **given) for part, given in _muon(hyper, options)
-            }
         case "adamw":
             used = _arguments(optax.adamw, **_shared(hyper))
         case "came":
             used = _arguments(came, **_shared(hyper))
-        case "adafactor":
-            used = {part.__name__: _arguments(part, **given) for part, given in _adafactor(hyper)}
-            rate = used["scale_by_factored_rms"]["decay_rate"]
-            used = {"decay": f"1 - t^-{rate}", **used}  # Optax's `decay_rate_fn`
         case _:
-            raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
-    return _in_words(used)
+            used = {
+                part.__name__: _arguments(part, **given)
+                for part, given in _parts(name, hyper, options)
+            }
+    if name == "adafactor":
+        rate = used["scale_by_factored_rms"]["decay_rate"]
+        used = {"decay": f"1 - t^-{rate}", **used}  # Optax's `decay_rate_fn`
+    if hyper.clip_norm is not None:
+        used["clip_by_global_norm"] = hyper.clip_norm
+    return {key: value for key, value in _in_words(used).items() if (key, value) not in _SINCE}
 
 
 def _shared(hyper: Hyperparameters) -> dict[str, Any]:
-    return {**dataclasses.asdict(hyper), "mask": is_matrix}
+    shared = {name: getattr(hyper, name) for name in ("b1", "b2", "weight_decay")}
+    return {**shared, "mask": MASKS[hyper.decays]}
 
 
-def _adafactor(hyper: Hyperparameters) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
-    """The parts of the "adafactor" chain, before the learning rate, with what they are given."""
-    return [
-        (optax.scale_by_factored_rms, {}),
-        (optax.clip_by_block_rms, {"threshold": 1.0}),
-        (optax.ema, {"decay": hyper.b1, "debias": False}),
-        (optax.add_decayed_weights, {"weight_decay": hyper.weight_decay, "mask": is_matrix}),
-    ]
-
-
-def _muon(
-    hyper: Hyperparameters, options: AdapproxOptions
-) -> list[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Optax's Muon with rates like AdamW's, of the matrices that `adapprox_muon` orthogonalizes.
-
-    Its own decay would reach vectors, and a rate of -1 leaves its sign to the one that follows.
-    """
-    muon = {
-        "learning_rate": -1.0,
-        "consistent_rms": 0.2,
-        "adam_b1": hyper.b1,
-        "adam_b2": MUON_B2,
-        "muon_weight_dimension_numbers": hidden_numbers,
-    }
-    if options.muon_b1 is not None:
-        muon["beta"] = options.muon_b1
-    if options.rate_elsewhere is not None:
-        muon["adam_learning_rate"] = -options.rate_elsewhere
-    decay = {"weight_decay": hyper.weight_decay, "mask": is_matrix}
-    return [(optax.contrib.muon, muon), (optax.add_decayed_weights, decay)]
-
-
-def hidden_numbers(params: Any) -> Any:
-    """Optax's dimension numbers of hidden matrices; None for everything else."""
-    numbers = optax.contrib.MuonDimensionNumbers()
-    hidden = adapprox_jax.hidden_matrices(params)
-    return jax.tree.map(lambda is_hidden: numbers if is_hidden else None, hidden)
+def _parts(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> list[opponents.Part]:
+    """The chain of an opponent, before the learning rate."""
+    b1, b2 = hyper.b1, hyper.b2
+    decay = {"weight_decay": hyper.weight_decay, "mask": MASKS[hyper.decays]}
+    end = (optax.add_decayed_weights, decay)
+    match name:
+        case "adafactor":
+            return opponents.adafactor(b1, None, end)
+        case "adafactor-b2":
+            return opponents.adafactor(b1, b2, end)
+        case "adamw-8-bits":
+            return opponents.adamw_8_bits(b1, b2, end)
+        case "galore":
+            return opponents.galore(b1, b2, end)
+        case "muon":
+            return opponents.muon(b1, options.muon_b1, options.rate_elsewhere, end)
+        case "sm3":
+            return opponents.sm3(b1, end)
+        case _:
+            raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
 
 
 def _in_words(value: Any) -> Any:
@@ -246,6 +255,13 @@ def is_matrix(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim >= 2, params)
 
 
+MASKS: dict[str, Callable[[Any], Any] | None] = {
+    "matrices": is_matrix,
+    "hidden": adapprox_jax.hidden_matrices,
+    "everything": None,
+}
+
+
 def schedule(peak: float, minimum: float, warmup: int, steps: int) -> optax.Schedule:
     """Linear warmup to the peak, then half a cosine down to the minimum at the last step.
 
@@ -270,7 +286,8 @@ def build(
 
     "adafactor" is what compares fairly with the others: its factored second moment with the same
     clip, average of updates, decay and schedule. (`optax.adafactor` would scale the rate by the
-    size of each parameter.) Its second moment decays by 1 - t^-0.8 at step t, and not by b2.
+    size of each parameter.) Its second moment decays by 1 - t^-0.8 at step t; that of
+    "adafactor-b2" by b2.
 
     Args:
       name: One of `NAMES`.
@@ -287,16 +304,16 @@ def build(
     """
     match name:
         case "adapprox" | "adapprox-paper":
-            return adapprox_jax.adapprox(learning_rate, **keywords(name, hyper, options))
+            tx = adapprox_jax.adapprox(learning_rate, **keywords(name, hyper, options))
         case "adapprox-muon":
-            return adapprox_jax.adapprox_muon(learning_rate, **keywords(name, hyper, options))
+            tx = adapprox_jax.adapprox_muon(learning_rate, **keywords(name, hyper, options))
         case "adamw":
-            return optax.adamw(learning_rate, **_shared(hyper))
+            tx = optax.adamw(learning_rate, **_shared(hyper))
         case "came":
-            return came(learning_rate, **_shared(hyper))
-        case "adafactor" | "muon":
-            given = _adafactor(hyper) if name == "adafactor" else _muon(hyper, options)
-            parts = [part(**arguments) for part, arguments in given]
-            return optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+            tx = came(learning_rate, **_shared(hyper))
         case _:
-            raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
+            parts = [part(**arguments) for part, arguments in _parts(name, hyper, options)]
+            tx = optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
+    if hyper.clip_norm is None:
+        return tx
+    return optax.chain(optax.clip_by_global_norm(hyper.clip_norm), tx)

@@ -44,7 +44,9 @@ def test_optimizers_decay_matrices_alone(name):
 
 def test_adapproxs_settings_are_all_its_arguments():
     used = settings("adapprox", max_rank=7, mu_dtype="int8")
-    assert set(used) == arguments(adapprox_jax.adapprox)
+    # Records from before it existed lack what is off unless it is given.
+    assert set(used) == arguments(adapprox_jax.adapprox) - {"cautious_weight_decay"}
+    assert settings("adapprox", cautious_weight_decay=True)["cautious_weight_decay"] is True
     assert (used["b1"], used["b2"], used["weight_decay"]) == (0.8, 0.99, 0.25)
     assert (used["max_rank"], used["mu_dtype"], used["mask"]) == (7, "int8", "matrices")
     assert used["rank_growth"] is None
@@ -74,6 +76,68 @@ def test_adafactors_second_moment_decays_as_its_settings_say():
     decay = inspect.signature(optax.scale_by_factored_rms).parameters["decay_rate_fn"].default
     for step in (1, 10, 1000):
         np.testing.assert_allclose(decay(step - 1, 0.8), 1 - step**-0.8, rtol=1e-5)
+
+
+def test_adafactor_b2_decays_by_a_constant():
+    used = settings("adafactor-b2")
+    rms = used["scale_by_factored_rms"]
+    assert (rms["decay_rate"], rms["decay_rate_fn"]) == (0.99, "constant_decay")
+    assert "decay" not in used
+    tx = optimizers.build("adafactor-b2", 1.0, HYPER, optimizers.AdapproxOptions())
+    params = jnp.ones(3)
+    state = tx.init(params)
+    for expected in (0.01, 0.0199):
+        _, state = tx.update(params, state, params)
+        np.testing.assert_allclose(state[0].v, expected, rtol=1e-5)
+
+
+def test_an_increasing_b2_is_named_with_its_exponent():
+    assert settings("adapprox", b2_exponent=0.8)["b2"] == "increasing_decay(exponent=0.8)"
+    assert settings("adapprox-muon", b2_exponent=0.5)["b2"] == "increasing_decay(exponent=0.5)"
+
+
+@pytest.mark.parametrize(
+    ("decays", "decayed"),
+    [
+        ("matrices", {"embedding", "mlp"}),
+        ("hidden", {"mlp"}),
+        ("everything", {"embedding", "mlp", "b"}),
+    ],
+)
+def test_decay_reaches_what_it_is_told_to(decays, decayed):
+    params = {"embedding": jnp.ones((16, 8)), "mlp": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    hyper = optimizers.Hyperparameters(weight_decay=0.5, decays=decays)
+    for name in ("adapprox", "adapprox-muon", "adamw", "muon", "came"):
+        tx = optimizers.build(name, 1.0, hyper, optimizers.AdapproxOptions())
+        updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+        assert {leaf for leaf, x in updates.items() if np.any(x)} == decayed, name
+
+
+def test_gradients_are_clipped_together_where_a_norm_is_given():
+    params = {"a": jnp.full(4, 3.0), "b": jnp.full(4, 4.0)}  # of norm 10
+    hyper = optimizers.Hyperparameters(clip_norm=1.0)
+    options = optimizers.AdapproxOptions()
+    for name in ("adamw", "adapprox"):
+        clipped, plain = (
+            optimizers.build(name, 1.0, of, options) for of in (hyper, optimizers.Hyperparameters())
+        )
+        _, state = clipped.update(params, clipped.init(params), params)
+        small = jax.tree.map(lambda x: x / 10, params)
+        _, expected = plain.update(small, plain.init(params), params)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), state[1], expected)
+        assert optimizers.settings(name, hyper, options)["clip_by_global_norm"] == 1.0
+
+
+def test_galore_projects_hidden_matrices_to_a_quarter_of_their_shorter_side():
+    params = {"embedding": jnp.ones((256, 64)), "mlp": jnp.ones((64, 128)), "b": jnp.ones(8)}
+    tx = optimizers.build("galore", 1e-3, HYPER, optimizers.AdapproxOptions())
+    state = jax.eval_shape(tx.init, params)
+    moments = state[0].base_optimizer_state.mu
+    assert {name: x.shape for name, x in moments.items()} == {
+        "embedding": (256, 64),
+        "mlp": (64, 16),
+        "b": (8,),
+    }
 
 
 def test_functions_are_named_with_what_they_were_made_with():

@@ -67,7 +67,7 @@ def compare(config: Config) -> None:
             config, optimizer=name, learning_rate=rate, seed=seed, compare=(), out=out / label
         )
         wanted = settings(one, prepared.digests) | {"length": prepared.length}
-        found = find(out / "results.jsonl", wanted)
+        found = find(records.read(out / "results.jsonl"), wanted)
         if found is None:
             print(f"-- {config.task}, {name}, peak rate {rate:g}, seed {seed}", flush=True)
             found = {"settings": wanted, "versions": versions()}

@@ -1,0 +1,40 @@
+"""How the decay of a second moment may change over the steps."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.validation import require
+
+
+def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
+    """A decay of the second moment that begins at 0 and rises towards 1: 1 - t^-exponent.
+
+    The average is over a growing part of the past, about the last t^exponent gradients, and needs
+    no bias correction: the first second moment is the first gradient's square.
+
+    Args:
+      exponent: Above 0 and below 1.
+
+    Returns:
+      A function from the step t, from 1, to the decay: a `b2`.
+
+    Raises:
+      ValueError: exponent is out of range.
+
+    Example:
+      >>> import adapprox_jax
+      >>> b2 = adapprox_jax.increasing_decay()
+      >>> [round(float(b2(t)), 3) for t in (1, 10, 1000, 100000)]
+      [0.0, 0.842, 0.996, 1.0]
+
+    Source: Shazeer and Stern, 2018, "Adafactor" (1804.04235), section 7.2.
+    """
+    require("exponent", exponent, lambda x: 0 < x < 1, "a number above 0 and below 1")
+
+    def decay(step: jax.Array) -> jax.Array:
+        # From 1: `optax.inject_hyperparams` counts from 0.
+        return 1 - jnp.maximum(jnp.asarray(step, float), 1) ** -exponent
+
+    return decay

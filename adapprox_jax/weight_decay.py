@@ -1,0 +1,73 @@
+"""Decoupled weight decay, plain or cautious, and the learning rate: the end of an optimizer."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.validation import require, require_flag
+
+
+def add_cautious_weight_decay(
+    weight_decay: jax.typing.ArrayLike = 1e-4, mask: Any = None
+) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights` where update and parameter agree in sign, and nothing elsewhere.
+
+    An update is what will be subtracted: where it agrees with the parameter both shrink it, and
+    where it does not, the decay would work against it.
+
+    Args:
+      weight_decay: Multiple of the parameters that is added, at least 0.
+      mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
+
+    Returns:
+      An `optax.GradientTransformation` whose update needs the parameters.
+
+    Raises:
+      ValueError: weight_decay is out of range, or, from `update`, parameters are not given.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.add_cautious_weight_decay(0.1)
+      >>> params = jnp.array([1.0, 1.0])
+      >>> updates, _ = tx.update(jnp.array([0.5, -0.5]), tx.init(params), params)
+      >>> [round(float(x), 2) for x in updates]
+      [0.6, -0.5]
+
+    Source: "Cautious Weight Decay" (2510.12402).
+    """
+    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+
+    def decayed(update: Any, param: Any) -> Any:
+        x, w = unbox(update), unbox(param)
+        agree = jnp.sign(x) * jnp.sign(w) >= 0
+        return rebox(update, x + jnp.where(agree, weight_decay * w, 0).astype(x.dtype))
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        if params is None:
+            raise ValueError("params is None; allowed: the parameters, of which a part is added.")
+        return jax.tree.map(decayed, updates, params, is_leaf=is_box), state
+
+    decay = optax.GradientTransformation(optax.init_empty_state, update)
+    return decay if mask is None else optax.masked(decay, mask)
+
+
+def decay_and_rate(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: jax.typing.ArrayLike,
+    mask: Any,
+    cautious: bool,
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The end of an optimizer: decoupled weight decay and the learning rate."""
+    if not callable(learning_rate):
+        allowed = "a number or a schedule"
+        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
+    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    require_flag("cautious_weight_decay", cautious)
+    add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
+    return add(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)

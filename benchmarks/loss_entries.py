@@ -1,0 +1,125 @@
+"""What is trained for docs/results.md: optimizers with their settings, in groups, and the texts."""
+
+import dataclasses
+import pathlib
+
+from examples.gpt2.optimizers import AdapproxOptions, Hyperparameters, Name
+
+# Source code, and English prose: Vim's manual, which Debian's package vim-runtime puts there.
+TEXTS: dict[str, pathlib.Path | None] = {
+    "code": None,
+    "prose": pathlib.Path("/usr/share/vim/vim90/doc"),
+}
+
+EXACT = 100_000  # a min_dim_size_to_factor above all sides
+INCREASING = 0.8  # the exponent of a b2 of 1 - t^-0.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """An optimizer with its settings, and the peak rate from which its best one is looked for."""
+
+    optimizer: Name
+    rate: float
+    hyper: Hyperparameters = dataclasses.field(default_factory=Hyperparameters)
+    options: AdapproxOptions = dataclasses.field(default_factory=AdapproxOptions)
+    seeds: int = 3
+
+
+def _adapprox(b2: float | None, seeds: int = 1, rate: float = 2.4e-3, **options: object) -> Entry:
+    """Adapprox with a b2, None for one that increases."""
+    if b2 is None:
+        options = {**options, "b2_exponent": INCREASING}
+    hyper = Hyperparameters() if b2 is None else Hyperparameters(b2=b2)
+    return Entry("adapprox", rate, hyper, AdapproxOptions(**options), seeds)  # type: ignore[arg-type]
+
+
+def _controls() -> dict[str, Entry]:
+    """The same chain with other second moments, decays and corrections."""
+    moments = {
+        "exact": {"min_dim_size_to_factor": EXACT},
+        "rank 1": {"max_rank": 1},
+        "rank 8": {},
+        "rank 32": {"max_rank": 32},
+    }
+    decays = {"1 - t^-0.8": None, "0.999": 0.999, "0.99": 0.99, "0.95": 0.95}
+    entries = {}
+    for b2_name, b2 in decays.items():
+        for name, options in moments.items():
+            entries[f"{name}, b2 {b2_name}"] = _adapprox(b2, **options)
+            if b2 is not None:
+                corrected = _adapprox(b2, bias_correction=True, **options)
+                entries[f"{name}, b2 {b2_name}, bias correction"] = corrected
+        name = "Adafactor's means, b2 " + b2_name
+        if b2 is None:
+            entries[name] = Entry("adafactor", 2.4e-3, seeds=1)
+        else:
+            entries[name] = Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=b2), seeds=1)
+    return entries
+
+
+def _of_hidden(mu_dtype: str | None = None, seeds: int = 5, **options: object) -> Entry:
+    """adapprox_muon as docs/orthogonal.md tuned it."""
+    given = {"muon_b1": 0.8, "rate_elsewhere": 2.0, "mu_dtype": mu_dtype, **options}
+    return Entry("adapprox-muon", 1.2e-2, options=AdapproxOptions(**given), seeds=seeds)  # type: ignore[arg-type]
+
+
+def _opponents() -> dict[str, Entry]:
+    """Each as its own users run it, with the chain's decay and schedule."""
+    clipped = {b2: Hyperparameters(b2=b2, clip_norm=1.0) for b2 in (0.95, 0.99, 0.999)}
+    return {
+        **{
+            f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, hyper)
+            for b2, hyper in clipped.items()
+        },
+        "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
+        "AdamW in 8 bits, b2 0.95, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[0.95]),
+        "Adafactor": Entry("adafactor", 2.4e-3),
+        "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99)),
+        "CAME": Entry("came", 3e-4),
+        "SM3": Entry("sm3", 1e-1),
+        "GaLore": Entry("galore", 2.4e-3, clipped[0.95]),
+        "Muon": Entry(
+            "muon", 1.2e-2, options=AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0), seeds=5
+        ),
+        "NorMuon": _of_hidden(second_moment="neurons", seeds=3),
+        "AdaMuon": _of_hidden(min_dim_size_to_factor=EXACT),
+    }
+
+
+def _ours() -> dict[str, Entry]:
+    """The two optimizers by the bits of their averages."""
+    entries = {
+        "adapprox": _adapprox(0.999, 3),
+        "adapprox, 8 bits": _adapprox(0.999, 3, mu_dtype="int8"),
+        "adapprox, 4 bits": _adapprox(0.999, 3, mu_dtype="int4"),
+        "adapprox_muon": _of_hidden(),
+        "adapprox_muon, 8 bits": _of_hidden("int8", 3),
+        "adapprox_muon, 5 bits": _of_hidden("int5", 3),
+        "adapprox_muon, 4 bits": _of_hidden("int4"),
+        "adapprox_muon, 4 bits, rank 2": _of_hidden("int4", 3, max_rank=2),
+    }
+    no_average = Entry("adapprox", 1.2e-3, Hyperparameters(b1=0.0))
+    return {**entries, "adapprox, no average": no_average}
+
+
+def _choices() -> dict[str, Entry]:
+    """What could be another default of `adapprox`, and of `adapprox_muon`, one change at a time."""
+    return {
+        "adapprox, cautious decay": _adapprox(0.999, 3, cautious_weight_decay=True),
+        "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
+        "adapprox_muon, rank 1": _of_hidden(seeds=3, max_rank=1),
+        "adapprox_muon, rank 32": _of_hidden(seeds=3, max_rank=32),
+        "adapprox_muon, b2 0.9": _of_hidden(seeds=3, muon_b2=0.9),
+        "adapprox_muon, b2 0.99": _of_hidden(seeds=3, muon_b2=0.99),
+        "adapprox_muon, without Nesterov": _of_hidden(seeds=3, nesterov=False),
+    }
+
+
+GROUPS: dict[str, dict[str, Entry]] = {
+    "ours": _ours(),
+    "opponents": _opponents(),
+    "controls": _controls(),
+    "choices": _choices(),
+}
+ON_BOTH_TEXTS = ("ours", "opponents")

@@ -1,0 +1,130 @@
+"""The study of losses: how rates are tuned, and that it goes on where it was stopped."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("grain")
+
+from benchmarks import loss_study
+from benchmarks.loss_entries import GROUPS, Entry
+from benchmarks.loss_study import config_of, entries, tune
+from examples.gpt2 import optimizers
+from examples.gpt2.config import resolve, settings
+from examples.gpt2.run import Result
+
+
+def parabola(best):
+    """Records whose loss is least at a rate; very high rates diverge."""
+    asked = []
+
+    def result(rate, seed):
+        asked.append((rate, seed))
+        loss = None if rate > 20 else math.log2(rate / best) ** 2 + seed
+        return {"validation_loss": loss}
+
+    return result, asked
+
+
+@pytest.mark.parametrize("best", [1.0, 4.3, 0.11, 15.0])
+def test_the_best_rate_has_a_worse_one_on_either_side(best):
+    result, asked = parabola(best)
+    tuned = tune(Entry("adamw", 1.0, seeds=3), result)
+    assert abs(math.log2(tuned.rate / best)) <= 0.5
+    rates = list(tuned.grid)
+    assert rates == sorted(rates)
+    assert rates[0] < tuned.rate < rates[-1]
+    assert [(tuned.rate, seed) in asked for seed in range(3)] == [True] * 3
+    assert {seed for rate, seed in asked if rate != tuned.rate} == {0}
+    assert len(tuned.runs) == 3
+
+
+def test_an_entry_with_a_run_missing_is_not_whole():
+    result, _ = parabola(1.0)
+    entry = Entry("adamw", 1.0, seeds=3)
+    assert tune(entry, lambda rate, seed: None if seed == 2 else result(rate, seed)) is None
+    assert tune(entry, lambda rate, seed: None if rate == 2 else result(rate, seed)) is None
+
+
+def test_every_entry_can_be_built_and_no_two_are_the_same_run():
+    seen = {}
+    for group in GROUPS.values():
+        for label, entry in group.items():
+            optimizers.build(entry.optimizer, entry.rate, entry.hyper, entry.options)
+            used = settings(resolve(config_of(entry, "code", entry.rate, 0)), "key")
+            seen.setdefault(json.dumps(used, sort_keys=True), []).append(label)
+    # One setting may be asked for in two groups: its runs are made once.
+    alike = [labels for labels in seen.values() if len(labels) > 1]
+    assert sorted(map(sorted, alike)) == [
+        ["Adafactor", "Adafactor's means, b2 1 - t^-0.8"],
+        ["Adafactor's means, b2 0.99", "Adafactor, b2 0.99"],
+        ["adapprox", "rank 8, b2 0.999"],
+    ]
+
+
+def test_controls_and_choices_are_of_the_first_text_alone():
+    of_prose = {label for text, label, _ in entries(tuple(GROUPS), ("prose",))}
+    assert of_prose == set(GROUPS["ours"]) | set(GROUPS["opponents"])
+
+
+@pytest.fixture
+def study(tmp_path, monkeypatch):
+    """The study with two entries and runs that are pretended; returns the runs made."""
+    made = []
+
+    def pretend(config, *, keep):
+        assert not keep
+        made.append((config.optimizer, config.learning_rate, config.seed))
+        loss = math.log2(config.learning_rate) ** 2 + config.seed
+        return Result({}, loss, [(1, loss)], {"state_mib": 1.0}, 1.0)
+
+    class Data:
+        key = "text"
+
+    group = {"a": Entry("adamw", 1.0, seeds=2), "b": Entry("sm3", 1.0, seeds=1)}
+    monkeypatch.setattr(loss_study, "GROUPS", {"ours": group})
+    monkeypatch.setattr(loss_study, "STUDY", tmp_path / "study.jsonl")
+    monkeypatch.setattr(loss_study, "load_data", lambda config: Data)
+    monkeypatch.setattr(loss_study, "run", pretend)
+    return made
+
+
+def test_what_is_recorded_is_not_run_again(study, tmp_path):
+    loss_study.main(("ours",), ("code",))
+    expected = [("adamw", rate, 0) for rate in (1.0, 0.5, 2.0)] + [("adamw", 1.0, 1)]
+    expected += [("sm3", rate, 0) for rate in (1.0, 0.5, 2.0)]
+    assert study == expected
+    path = tmp_path / "study.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:5]) + lines[5][:40])  # stopped while it wrote
+    study.clear()
+    loss_study.main(("ours",), ("code",))
+    assert study == expected[5:]
+
+
+def test_no_run_begins_when_the_time_is_over(study):
+    loss_study.main(("ours",), ("code",), minutes=0)
+    assert study == []
+
+
+def test_the_parts_are_all_the_work(study):
+    for part in range(2):
+        loss_study.main(("ours",), ("code",), part=part, parts=2)
+    assert {name for name, *_ in study} == {"adamw", "sm3"}
+    assert len(study) == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"groups": ("theirs",)}, r"groups has \['theirs'\]; allowed: ours"),
+        ({"texts": ("verse",)}, r"texts has \['verse'\]; allowed: code, prose"),
+        ({"part": 2, "parts": 2}, "part is 2; allowed: from 0 to parts - 1 = 1"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_named(study, arguments, words):
+    with pytest.raises(SystemExit, match=words):
+        loss_study.main(**{"groups": ("ours",), **arguments})
+    assert study == []

@@ -1,0 +1,120 @@
+"""The page of results: what its blocks say of records, and that they are today's."""
+
+import json
+import math
+
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("grain")
+
+from benchmarks import report
+from benchmarks.loss_entries import GROUPS
+from benchmarks.loss_study import config_of
+from benchmarks.report import BLOCKS, Summary, difference, filled, summarize
+from examples.gpt2 import records
+from examples.gpt2.config import resolve, settings
+
+
+def summary(losses, size=1.0, rate=1e-3, curve=((10, 4.0), (20, 3.0))):
+    values = dict(enumerate(losses))
+    return Summary(rate, values, {rate: losses[0]}, size, [list(curve)] * len(losses))
+
+
+RESULTS = {
+    ("code", "adapprox"): summary([3.0, 3.2], 4.0, 2e-3),
+    ("code", "adapprox, 4 bits"): summary([3.1, 3.2], 1.0),
+    ("code", "AdamW, b2 0.95, clipped"): summary([3.5, 3.5], 8.0, 1e-3, ((10, 4.0), (20, 3.5))),
+    ("code", "adapprox, cautious decay"): summary([2.9, 3.0], 4.0),
+    ("code", "rank 8, b2 0.99"): summary([3.3]),
+    ("code", "rank 8, b2 0.99, bias correction"): summary([3.2], rate=2e-3),
+}
+
+
+def test_differences_are_paired_by_seed():
+    one, other = summary([3.0, 3.4]), summary([3.1, 3.2, 9.0])
+    mean, error, seeds = difference(one, other)
+    assert (round(mean, 6), round(error, 6), seeds) == (0.05, 0.15, 2)
+    assert difference(summary([1.0]), other)[1:] == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("block", "lines"),
+    [
+        ("comparison", ["| adapprox | 4.00 | 3.1000 | 0.1000 | 2 | 0.002 |  |  |  |  |"]),
+        ("controls", ["| rank 8 |  |  | 3.3000 (0.001); 3.2000 (0.002) |  |"]),
+        ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 | 0.0500 | 2 | 0.001 |"]),
+        ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
+        ("steps", ["| adapprox | 20 | 20 |", "| AdamW, b2 0.95, clipped | 20 | 20 |"]),
+        (
+            "claims",
+            [
+                "- code: no opponent is both below and left",
+                "- code: adapprox, 4 bits at 1.00 bytes per parameter against AdamW, b2 0.95,"
+                " clipped: -0.3500, standard error 0.0500, 2 seeds.",
+            ],
+        ),
+    ],
+)
+def test_what_the_blocks_say(block, lines):
+    for line in lines:
+        assert line in BLOCKS[block](RESULTS)
+
+
+def test_an_opponent_that_is_below_and_left_is_named():
+    results = {**RESULTS, ("code", "SM3"): summary([2.5, 2.6], 2.0)}
+    said = BLOCKS["claims"](results)
+    assert "SM3 is below and left of adapprox by 0.5500 (standard error 0.0500)" in said
+    assert "below and left of adapprox, 4 bits" not in said
+
+
+def test_only_blocks_are_replaced_and_a_second_time_nothing():
+    page = "a 3.14\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
+    once = filled(page, RESULTS)
+    assert once.startswith("a 3.14\n<!-- rates -->\n- code: AdamW's best")
+    assert once.endswith("<!-- end of rates -->\nb\n")
+    assert filled(once, RESULTS) == once
+
+
+def rows_of(label, group, losses, missing=()):
+    """Records of an entry at the three rates around its first one, and of all seeds there."""
+    entry = GROUPS[group][label]
+    runs = [(entry.rate * factor, 0) for factor in (0.5, 1, 2)]
+    runs += [(entry.rate, seed) for seed in range(1, entry.seeds)]
+    memory = {"state_mib": 1.0, "parameters": 2**19}
+    return [
+        {
+            "text": "code",
+            "settings": settings(resolve(config_of(entry, "code", rate, seed)), "digest"),
+            "validation_loss": losses[seed] if rate == entry.rate else None,
+            "curve": [(400, losses[seed])],
+            "memory": memory,
+        }
+        for rate, seed in runs
+        if (rate, seed) not in missing
+    ]
+
+
+def test_records_are_summarized_where_they_are_whole():
+    whole = rows_of("SM3", "opponents", [3.0, 3.1, 3.2])
+    entry = GROUPS["opponents"]["CAME"]
+    part = rows_of("CAME", "opponents", [3.0, 3.1, 3.2], missing=[(entry.rate, 2)])
+    results = summarize(json.loads(json.dumps(whole + part)))
+    assert list(results) == [("code", "SM3")]
+    one = results["code", "SM3"]
+    assert one.losses == {0: 3.0, 1: 3.1, 2: 3.2}
+    assert list(one.grid.values()) == [math.inf, 3.0, math.inf]
+    assert one.bytes_a_parameter == 2.0
+
+
+def test_the_pages_are_what_the_records_say():
+    results = summarize(records.read(report.STUDY))
+    for name in report.PAGES:
+        page = (report.ROOT / name).read_text()
+        assert filled(page, results) == page, f"{name}: run python -m benchmarks.report"
+
+
+def test_the_picture_is_drawn_of_what_there_is(tmp_path):
+    path = tmp_path / "picture.png"
+    report.draw(RESULTS, path)
+    assert path.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,69 @@
+"""Cautious weight decay."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+PARAMS = {"w": jnp.array([[2.0, -2.0, 2.0], [-2.0, 0.0, 2.0]]), "b": jnp.array([4.0, -4.0])}
+UPDATES = {"w": jnp.array([[1.0, -1.0, -1.0], [1.0, 1.0, 0.0]]), "b": jnp.array([1.0, 1.0])}
+
+
+def decayed(tx, updates=UPDATES, params=PARAMS):
+    return tx.update(updates, tx.init(params), params)[0]
+
+
+def test_only_entries_that_the_update_shrinks_decay():
+    result = decayed(adapprox_jax.add_cautious_weight_decay(0.5))
+    np.testing.assert_array_equal(result["w"], [[2.0, -2.0, -1.0], [1.0, 1.0, 1.0]])
+    np.testing.assert_array_equal(result["b"], [3.0, 1.0])
+
+
+def test_where_all_agree_it_is_optax_decay():
+    grads = jax.tree.map(jnp.sign, PARAMS)
+    cautious = decayed(adapprox_jax.add_cautious_weight_decay(0.1), grads)
+    plain = decayed(optax.add_decayed_weights(0.1), grads)
+    jax.tree.map(np.testing.assert_array_equal, cautious, plain)
+
+
+def test_mask_boxes_and_types():
+    tx = adapprox_jax.add_cautious_weight_decay(0.5, lambda p: {"w": True, "b": False})
+    np.testing.assert_array_equal(decayed(tx)["b"], UPDATES["b"])
+    boxed, updates = (
+        {"w": nn.Partitioned(x["w"], ("a", None)), "b": x["b"]} for x in (PARAMS, UPDATES)
+    )
+    plain = adapprox_jax.add_cautious_weight_decay(0.5)
+    np.testing.assert_array_equal(decayed(plain, updates, boxed)["w"].value, decayed(plain)["w"])
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (UPDATES, PARAMS))
+    assert decayed(plain, *halves)["w"].dtype == jnp.bfloat16
+    assert decayed(plain, {"w": UPDATES["w"], "b": None}, {**PARAMS, "b": None})["b"] is None
+
+
+@pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+def test_in_the_optimizers_it_takes_the_place_of_the_plain_decay(make):
+    """With a rate of one: what the two add differs, and nothing else."""
+    params = {"mlp": jnp.where(jnp.arange(64 * 80).reshape(64, 80) % 3 == 0, 1.0, -1.0)}
+    grads = {"mlp": jax.random.normal(jax.random.key(0), (64, 80))}
+
+    def update(**keywords):
+        tx = make(1.0, mask=None, **keywords)
+        return jax.jit(tx.update)(grads, tx.init(params), params)[0]["mlp"]
+
+    without = update(weight_decay=0.0)
+    plain = update(weight_decay=0.25)
+    cautious = update(weight_decay=0.25, cautious_weight_decay=True)
+    agree = without * params["mlp"] <= 0  # both as they are added to the parameters
+    assert 0 < np.mean(agree) < 1
+    np.testing.assert_allclose(cautious, jnp.where(agree, plain, without), rtol=1e-6)
+
+
+def test_parameters_are_needed_and_decay_is_not_negative():
+    with pytest.raises(ValueError, match="weight_decay is -1; allowed: a number of at least 0"):
+        adapprox_jax.add_cautious_weight_decay(-1)
+    tx = adapprox_jax.add_cautious_weight_decay(0.1)
+    with pytest.raises(ValueError, match="params is None; allowed: the parameters"):
+        tx.update(UPDATES, tx.init(PARAMS))
