@@ -10,6 +10,7 @@ import optax
 from adapprox_jax.approximation import APPROXIMATIONS, Approximate, Approximation
 from adapprox_jax.boxes import is_box, map_unboxed, rebox, unbox
 from adapprox_jax.clipping import clip_by_matrix_rms
+from adapprox_jax.hidden_first import HiddenFirstState
 from adapprox_jax.inspect import adapprox_states
 from adapprox_jax.low_rank import frobenius_norm, normalize, relative_error, srsi
 from adapprox_jax.matrix_view import (
@@ -22,7 +23,6 @@ from adapprox_jax.matrix_view import (
     view_shape,
 )
 from adapprox_jax.momentum import GuidedEmaState, stored_average
-from adapprox_jax.muon import HIDDEN
 from adapprox_jax.neurons import ScaleByNeuronMomentState
 from adapprox_jax.random_start import require_key
 from adapprox_jax.sharding import with_automatic_axes
@@ -107,8 +107,8 @@ def from_adam(
     adam = _only_adam_state(adam_state)
     check_concrete("from_adam", adam)
     state = tx.init(params)
-    nodes = jax.tree.leaves(state, is_leaf=_is_partitioned)
-    if len(adapprox_states(state)) > 1 and not any(map(_is_partitioned, nodes)):
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, HiddenFirstState))
+    if len(adapprox_states(state)) > 1 and not any(isinstance(x, HiddenFirstState) for x in nodes):
         raise ValueError(
             "tx has several second moments; allowed: those of adapprox_muon, or one. Adam's state"
             " does not tell which of them are of directions."
@@ -148,21 +148,17 @@ def from_adam(
         return stored if isinstance(of.step, tuple) else stored._replace(step=adam.count)
 
     def convert(of: Any) -> Any:
-        if _is_partitioned(of):
+        if isinstance(of, HiddenFirstState):
             return of._replace(
-                inner_states={
-                    label: jax.tree.map(
-                        hidden if label == HIDDEN else convert, inner, is_leaf=is_converted
-                    )
-                    for label, inner in of.inner_states.items()
-                }
+                hidden=jax.tree.map(hidden, of.hidden, is_leaf=is_converted),
+                elsewhere=jax.tree.map(convert, of.elsewhere, is_leaf=is_converted),
             )
         if isinstance(of, ScaleByAdapproxState):
             return second_moment(of)
         return first_moment(of) if isinstance(of, GuidedEmaState) else of
 
     def is_converted(node: Any) -> bool:
-        return isinstance(node, ScaleByAdapproxState | GuidedEmaState) or _is_partitioned(node)
+        return isinstance(node, ScaleByAdapproxState | GuidedEmaState | HiddenFirstState)
 
     if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
@@ -187,11 +183,6 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
         return count if name == "count" else node
 
     return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_ours)
-
-
-def _is_partitioned(node: Any) -> bool:
-    """Whether this is the state in which `adapprox_muon` keeps its two kinds of leaves apart."""
-    return HIDDEN in getattr(node, "inner_states", ())
 
 
 def _check_shapes(adam: optax.ScaleByAdamState, params: optax.Params) -> None:

@@ -8,6 +8,7 @@ import optax
 from adapprox_jax.approximation import Approximate
 from adapprox_jax.clipping import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.hidden import Selection, resolve_selection
+from adapprox_jax.hidden_first import hidden_first
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
 from adapprox_jax.neurons import scale_by_neuron_moment
@@ -17,7 +18,6 @@ from adapprox_jax.settings import Orthogonalization, RankGrowth
 from adapprox_jax.validation import require, require_choice, require_integer
 from adapprox_jax.weight_decay import decay_and_rate
 
-HIDDEN = "orthogonal directions"  # label of the leaves that have them
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
 
 
@@ -176,14 +176,11 @@ def adapprox_muon(
         optax.scale(rate_elsewhere),
     )
 
-    def labels(params: optax.Params) -> Any:
-        chosen = resolve_selection(orthogonalized, params, numbers)
-        return jax.tree.map(lambda flag: HIDDEN if flag else "everything else", chosen)
-
     return optax.chain(
-        optax.partition(
-            {HIDDEN: optax.chain(*direction, *to_size), "everything else": optax.chain(*elsewhere)},
-            labels,
+        hidden_first(
+            optax.chain(*direction, *to_size),
+            optax.chain(*elsewhere),
+            lambda tree: resolve_selection(orthogonalized, tree, numbers),
         ),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )

@@ -47,6 +47,7 @@ from adapprox_jax.step_scalars import StepScalars, merge_known
 from adapprox_jax.together import sums_of, together
 
 _MOST_AT_ONCE = 40 * 2**20  # entries of targets in memory, kept ones among them: 160 MiB
+_MOST_KEPT = 2  # stacks: many small ones would pile up while others are still made
 
 
 def step_in_phases(
@@ -185,13 +186,13 @@ def _made_anew(
 
 
 def _kept(shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """The largest stacks that, kept in memory, leave room to work on each of the others."""
+    """The few largest stacks that, kept in memory, leave room to work on each of the others."""
     kept: set[int] = set()
     largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
     for place, i in enumerate(largest_first):
         others = [j for j in largest_first[: place + 2] if j not in kept and j != i]
         in_memory = sum(math.prod(shapes[j]) for j in (*kept, i))
         worked_on = max((math.prod(shapes[j][1:]) * at_once(shapes[j]) for j in others), default=0)
-        if in_memory + worked_on <= _MOST_AT_ONCE:
+        if len(kept) < _MOST_KEPT and in_memory + worked_on <= _MOST_AT_ONCE:
             kept.add(i)
     return kept

@@ -225,10 +225,10 @@ def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dty
     assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {150}
     alone = adapprox_jax.adapprox(RATE, mu_dtype=mu_dtype)
     expected = from_adam(alone, state, params)
-    parts = new[0].inner_states
+    parts = new[0]
     for name in ("out", "bias"):
         for field in ("q", "u", "nu", "mu"):
-            actual = optax.tree.get(parts["everything else"], field)[name]
+            actual = optax.tree.get(parts.elsewhere, field)[name]
             np.testing.assert_array_equal(actual, optax.tree.get(expected, field)[name])
     # The first direction is that of Adam's gradients and the new one.
     grads = jax.grad(loss)(params, 150)

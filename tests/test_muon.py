@@ -11,6 +11,7 @@ import optax.contrib
 import pytest
 
 import adapprox_jax
+from adapprox_jax.hidden_first import hidden_first
 from adapprox_jax.newton_schulz import newton_schulz
 from adapprox_jax.orthogonal_directions import _pieces
 from adapprox_jax.random_start import draw_start, start_columns
@@ -332,6 +333,41 @@ def test_a_state_survives_a_checkpoint(mu_dtype, tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, update(grads, back, params), update(grads, state, params)
     )
+
+
+def test_hidden_matrices_come_first_and_nothing_else_is_changed():
+    params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
+    numbers = {"hidden": optax.scale(2.0), "rest": optax.scale_by_adam()}
+    ours = hidden_first(*numbers.values(), adapprox_jax.hidden_matrices)
+    optaxs = optax.partition(
+        numbers,
+        lambda tree: jax.tree.map(
+            lambda flag: "hidden" if flag else "rest", adapprox_jax.hidden_matrices(tree)
+        ),
+    )
+    states = ours.init(params), optaxs.init(params)
+    (grads,) = gradients(1, {name: x.shape for name, x in params.items()})
+    results = [tx.update(grads, state)[0] for tx, state in zip((ours, optaxs), states, strict=True)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    placeholders = optax.tree_map_params(ours, lambda x: x + 1, states[0])
+    assert float(placeholders.elsewhere.inner_state.mu["wte"][0, 0]) == 1
+
+
+def test_everything_else_waits_for_the_factors_of_directions(monkeypatch):
+    """What both need in between is then not in memory at once (docs/performance.md)."""
+    waited = []
+
+    def begin_after(ready, array):
+        waited.append(array.shape)
+        return array
+
+    monkeypatch.setattr("adapprox_jax.hidden_first.begin_after", begin_after)
+    params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
+    for second_moment, expected in ((True, [(80,), (512, 64)]), (False, []), ("neurons", [])):
+        tx = adapprox_jax.adapprox_muon(1e-2, second_moment=second_moment)
+        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+        assert waited == expected
+        waited.clear()
 
 
 def test_boxes_and_injected_hyperparameters():

@@ -65,6 +65,19 @@ def test_the_page_says_what_the_record_says():
     assert f"in {ours['kernels'] / adamw['kernels']:.1f} times as many kernels" in readme
 
 
+def test_the_record_is_within_its_bounds():
+    path = ROOT / "results" / "speed" / "device_program_117M.json"
+    records = json.loads(path.read_text())["records"]
+    for name, record in records.items():
+        if name.startswith("adapprox"):
+            adaptive = " to " in name
+            assert record["branches"] <= adaptive, name
+            assert record["loops_of_unknown_length"] == 0, name
+            assert record["library_calls"] <= (40 if adaptive else 20), name
+            assert record["kernels"] <= 1500, name
+            assert adaptive or record["temporaries_mib"] <= 320, name
+
+
 def test_counts_of_a_program():
     shortest = program_counts.count(PROGRAM)
     assert (shortest.branches, shortest.loops_of_unknown_length) == (1, 1)

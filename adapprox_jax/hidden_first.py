@@ -1,0 +1,76 @@
+"""One transformation for hidden matrices and then another one for everything else."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.inspect import adapprox_states
+from adapprox_jax.ordering import begin_after
+from adapprox_jax.sharding import with_automatic_axes
+
+
+class HiddenFirstState(NamedTuple):
+    """State of `hidden_first`."""
+
+    hidden: optax.MaskedState
+    elsewhere: optax.MaskedState
+
+
+def hidden_first(
+    hidden: optax.GradientTransformation,
+    elsewhere: optax.GradientTransformation,
+    is_hidden: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    """`optax.partition` of two that are worked on one after the other.
+
+    What both need in between is then never in memory at once.
+
+    Args:
+      hidden: Of the leaves that are chosen.
+      elsewhere: Of the others.
+      is_hidden: From parameters or updates to a tree of booleans.
+
+    Returns:
+      An `optax.GradientTransformation` with state `HiddenFirstState`.
+    """
+
+    def is_elsewhere(tree: Any) -> Any:
+        return jax.tree.map(lambda flag: not flag, is_hidden(tree))
+
+    first, second = optax.masked(hidden, is_hidden), optax.masked(elsewhere, is_elsewhere)
+
+    def init(params: optax.Params) -> HiddenFirstState:
+        return HiddenFirstState(first.init(params), second.init(params))
+
+    def update(
+        updates: optax.Updates, state: HiddenFirstState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, HiddenFirstState]:
+        updates, of_hidden = first.update(updates, state.hidden, params)
+        updates = _others_after(_errors(of_hidden), is_hidden(updates), updates)
+        updates, of_others = second.update(updates, state.elsewhere, params)
+        return updates, HiddenFirstState(of_hidden, of_others)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _errors(state: Any) -> list[jax.Array]:
+    """The errors of factors, which are known last; none where there are no factors."""
+    return jax.tree.leaves([of.error for of in adapprox_states(state)])
+
+
+def _others_after(errors: list[jax.Array], mask: Any, updates: optax.Updates) -> optax.Updates:
+    """The updates, those that the mask leaves out once the errors are known."""
+    if not errors:
+        return updates
+
+    def after(errors: list[jax.Array], tree: Any) -> Any:
+        ready = jnp.sum(jnp.stack([jnp.sum(error) for error in errors]))
+        return jax.tree.map(lambda x: begin_after(ready, x), tree)
+
+    def one(flag: bool, tree: Any) -> Any:
+        return tree if flag else with_automatic_axes(after, tree)(errors, tree)
+
+    return jax.tree.map(one, mask, updates)
