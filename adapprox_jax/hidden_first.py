@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.inspect import adapprox_states
+from adapprox_jax.neurons import ScaleByNeuronMomentState
 from adapprox_jax.ordering import begin_after
 from adapprox_jax.sharding import with_automatic_axes
 
@@ -49,28 +50,30 @@ def hidden_first(
         updates: optax.Updates, state: HiddenFirstState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, HiddenFirstState]:
         updates, of_hidden = first.update(updates, state.hidden, params)
-        updates = _others_after(_errors(of_hidden), is_hidden(updates), updates)
+        updates = _others_after(_second_moments(of_hidden), is_hidden(updates), updates)
         updates, of_others = second.update(updates, state.elsewhere, params)
         return updates, HiddenFirstState(of_hidden, of_others)
 
     return optax.GradientTransformation(init, update)
 
 
-def _errors(state: Any) -> list[jax.Array]:
-    """The errors of factors, which are known last; none where there are no factors."""
-    return jax.tree.leaves([of.error for of in adapprox_states(state)])
+def _second_moments(state: Any) -> list[jax.Array]:
+    """Small arrays, never negative, that are known once second moments are made; none without."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ScaleByNeuronMomentState))
+    by_neurons = [node.nu for node in nodes if isinstance(node, ScaleByNeuronMomentState)]
+    return jax.tree.leaves([by_neurons, [of.error for of in adapprox_states(state)]])
 
 
-def _others_after(errors: list[jax.Array], mask: Any, updates: optax.Updates) -> optax.Updates:
-    """The updates, those that the mask leaves out once the errors are known."""
-    if not errors:
+def _others_after(known: list[jax.Array], mask: Any, updates: optax.Updates) -> optax.Updates:
+    """The updates, those that the mask leaves out once `known` is."""
+    if not known:
         return updates
 
-    def after(errors: list[jax.Array], tree: Any) -> Any:
-        ready = jnp.sum(jnp.stack([jnp.sum(error) for error in errors]))
+    def after(known: list[jax.Array], tree: Any) -> Any:
+        ready = jnp.sum(jnp.stack([jnp.sum(x, dtype=jnp.float32) for x in known]))
         return jax.tree.map(lambda x: begin_after(ready, x), tree)
 
     def one(flag: bool, tree: Any) -> Any:
-        return tree if flag else with_automatic_axes(after, tree)(errors, tree)
+        return tree if flag else with_automatic_axes(after, tree)(known, tree)
 
     return jax.tree.map(one, mask, updates)

@@ -1,4 +1,4 @@
-"""adapprox_muon: orthogonal directions with a low-rank second moment for hidden matrices."""
+"""adapprox_muon: orthogonal directions with a second moment for hidden matrices."""
 
 from typing import Any, Literal
 
@@ -34,7 +34,7 @@ def adapprox_muon(
     orthogonalized: Selection = None,
     nesterov: bool = True,
     newton_schulz_steps: int = 5,
-    second_moment: bool | Literal["neurons"] = True,
+    second_moment: bool | Literal["neurons"] = "neurons",
     cautious_weight_decay: bool = False,
     b1_elsewhere: jax.typing.ArrayLike = 0.9,
     rate_elsewhere: jax.typing.ArrayLike = 1.0,
@@ -55,11 +55,12 @@ def adapprox_muon(
     factor_dtype: jax.typing.DTypeLike | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon with a low-rank second moment of its directions, and `adapprox` for all else.
+    """Muon with a second moment of its directions, and `adapprox` for all else.
 
-    Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_adapprox` of
-    the direction, `scale_to_matrix_rms`. Everything else: `scale_by_adapprox`,
-    `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both, so that rates are AdamW's.
+    Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
+    or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. Everything else:
+    `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both, so that
+    rates are AdamW's.
 
     Args:
       learning_rate: A number or a schedule.
@@ -77,16 +78,17 @@ def adapprox_muon(
         `muon_report` tells what becomes of each.
       nesterov: Nesterov's momentum.
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
-      second_moment: Of the directions: True for the factors, "neurons" for one number for each
-        output of a matrix (`scale_by_neuron_moment`), False for none, as in Muon: an RMS of about
-        0.2 then. In the last two cases what is explained at `scale_by_adapprox` is of everything
-        else alone.
+      second_moment: Of the directions: "neurons" for one number for each output of a matrix
+        (`scale_by_neuron_moment`), True for factors, False for none, as in Muon: an RMS of about
+        0.2 then. What is explained at `scale_by_adapprox` is of everything else, and of directions
+        where there are factors.
       cautious_weight_decay: Decay only entries that the update shrinks, too
         (`add_cautious_weight_decay`).
       b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1).
       rate_elsewhere: What updates of everything else are multiplied by, above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
-        of the directions, as in AdaMuon, has `min_dim_size_to_factor` above all sides.
+        of the directions, as in AdaMuon, has `second_moment=True` and `min_dim_size_to_factor`
+        above all sides.
       max_rank: See there, and so for all others.
       error_threshold: See there.
       rank_interval: See there.
@@ -120,8 +122,8 @@ def adapprox_muon(
       >>> updates, state = tx.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
 
-    Source: Jordan et al., 2024, "Muon"; Si et al., 2025, "AdaMuon" (2507.11005), whose exact second
-    moment this factors; NorMuon (2510.05491) for that by neurons; the paper for the factors.
+    Source: Jordan et al., 2024, "Muon"; NorMuon (2510.05491) for the second moment by neurons;
+    AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
     require("b1", b1, lambda x: 0 < x < 1, "a number in (0, 1)")

@@ -41,6 +41,9 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
     "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
     "adapprox_muon": lambda: adapprox_jax.adapprox_muon(RATE, weight_decay=DECAY),
+    "adapprox_muon rank 8": lambda: adapprox_jax.adapprox_muon(
+        RATE, weight_decay=DECAY, second_moment=True
+    ),
     "adapprox_muon 4 bits": lambda: adapprox_jax.adapprox_muon(
         RATE, weight_decay=DECAY, mu_dtype="int4"
     ),

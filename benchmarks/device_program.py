@@ -26,7 +26,7 @@ from benchmarks.program_counts import count
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
 ROWS = (
-    *("adamw", "adafactor", "came", "muon", "adapprox_muon"),
+    *("adamw", "adafactor", "came", "muon", "adapprox_muon", "adapprox_muon rank 8"),
     *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 1 to 64"),
     *(f"adapprox{STACKED}", f"adapprox rank 16{STACKED}"),
 )

@@ -82,8 +82,7 @@ def _opponents() -> dict[str, Entry]:
         "Muon": Entry(
             "muon", 1.2e-2, options=AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0), seeds=5
         ),
-        "NorMuon": _of_hidden(second_moment="neurons", seeds=3),
-        "AdaMuon": _of_hidden(min_dim_size_to_factor=EXACT),
+        "AdaMuon": _of_hidden(second_moment=True, min_dim_size_to_factor=EXACT),
     }
 
 
@@ -108,8 +107,11 @@ def _choices() -> dict[str, Entry]:
     return {
         "adapprox, cautious decay": _adapprox(0.999, 3, cautious_weight_decay=True),
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
-        "adapprox_muon, rank 1": _of_hidden(seeds=3, max_rank=1),
-        "adapprox_muon, rank 32": _of_hidden(seeds=3, max_rank=32),
+        "adapprox_muon, no second moment": _of_hidden(seeds=3, second_moment=False),
+        **{
+            f"adapprox_muon, rank {k}": _of_hidden(seeds=3, second_moment=True, max_rank=k)
+            for k in (1, 8, 32)
+        },
         "adapprox_muon, b2 0.9": _of_hidden(seeds=3, muon_b2=0.9),
         "adapprox_muon, b2 0.99": _of_hidden(seeds=3, muon_b2=0.99),
         "adapprox_muon, without Nesterov": _of_hidden(seeds=3, nesterov=False),

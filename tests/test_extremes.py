@@ -129,7 +129,15 @@ def test_clipping_scales_down_to_its_threshold():
         np.testing.assert_array_equal(clipped, small)
 
 
-@pytest.mark.parametrize("optimizer", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        adapprox_jax.adapprox,
+        adapprox_jax.adapprox_muon,
+        functools.partial(adapprox_jax.adapprox_muon, second_moment=True),
+    ],
+    ids=["adapprox", "adapprox_muon", "adapprox_muon with factors"],
+)
 @pytest.mark.parametrize("sizes", [(0, 1e36, 0), (1, 1e18, 1e36)], ids=str)
 def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(optimizer, sizes):
     """As long as none is much more than 1e18 times as large as all before it (`unit_scale`).

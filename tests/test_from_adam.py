@@ -185,7 +185,7 @@ def test_by_neurons_too():
     params = Params(jnp.ones((64, 96)))
     adam = optax.adam(RATE)
     _, adam_state = adam.update(params, adam.init(params))
-    tx = adapprox_jax.adapprox_muon(RATE, second_moment="neurons")
+    tx = adapprox_jax.adapprox_muon(RATE)
     state = from_adam(tx, adam_state, params)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tx.init(params))
     updates, _ = jax.jit(tx.update)(params, state, params)
@@ -218,7 +218,9 @@ def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dty
     """And everything else as with `adapprox`: Adam has no second moment of directions."""
     params, state, _, loss = with_adam
     chosen = {"hidden": True, "stack": True, "out": False, "bias": False}
-    tx = adapprox_jax.adapprox_muon(RATE, orthogonalized=chosen, mu_dtype=mu_dtype)
+    tx = adapprox_jax.adapprox_muon(
+        RATE, orthogonalized=chosen, mu_dtype=mu_dtype, second_moment=True
+    )
     new, like = from_adam(tx, state, params), tx.init(params)
     assert jax.tree.structure(new) == jax.tree.structure(like)
     jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, new, like)
