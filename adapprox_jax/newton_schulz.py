@@ -19,7 +19,7 @@ def newton_schulz(
     X <- a X + (b X X^T + c (X X^T)^2) X, from X = A / ||A||.
 
     Args:
-      matrices: (batch, m, n), m at most n, of any scale; float32 or wider.
+      matrices: (batch, m, n), m at most n, of any scale, of 16 bits or more.
       steps: How often.
       product_dtype: Of the operands of products, which add up in float32: None for that of the
         matrices, in full precision.
@@ -33,9 +33,10 @@ def newton_schulz(
     a, b, c = coefficients
     precision = jax.lax.Precision.HIGHEST if product_dtype is None else None
     dtype = product_dtype or matrices.dtype
+    wide_dtype = jnp.promote_types(matrices.dtype, jnp.float32)
 
     def product(x: jax.Array, y: jax.Array, of: str) -> jax.Array:
-        wide = jnp.einsum(of, x, y, precision=precision, preferred_element_type=matrices.dtype)
+        wide = jnp.einsum(of, x, y, precision=precision, preferred_element_type=wide_dtype)
         return wide.astype(dtype)
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
@@ -43,7 +44,7 @@ def newton_schulz(
         polynomial = (b * gram + c * product(gram, gram, "bmk,bkl->bml")).astype(dtype)
         return (a * x + product(polynomial, x, "bmk,bkn->bmn")).astype(dtype)
 
-    unit = _of_norm_one(matrices).astype(dtype)
+    unit = _of_norm_one(matrices.astype(wide_dtype)).astype(dtype)
     return jax.lax.fori_loop(0, steps, step, unit)
 
 

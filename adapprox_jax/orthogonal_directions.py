@@ -134,7 +134,11 @@ def _of_stacks(
         _, m, n = stacks[group[0]].shape
         each = max(at_once // max(m * n, 1), 1)
         for pieces in _pieces([grouping.sizes[i] for i in group], each):
-            taken = [stacks[group[i]][start:stop] for i, start, stop in pieces]
+            # In the type of products here already: half of what is turned and put together.
+            taken = [
+                stacks[group[i]][start:stop].astype(product_dtype or stacks[group[i]].dtype)
+                for i, start, stop in pieces
+            ]
             batch = begin_after(ready, jnp.concatenate(taken))
             # Behind the barrier, because results in bfloat16 would be kept in float32.
             done = jax.lax.optimization_barrier(newton_schulz(batch, steps, product_dtype))

@@ -27,6 +27,7 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
 ROWS = (
     *("adamw", "adafactor", "came", "muon", "adapprox_muon", "adapprox_muon rank 8"),
+    "adapprox_muon 4 bits",
     *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 1 to 64"),
     *(f"adapprox{STACKED}", f"adapprox rank 16{STACKED}"),
 )
