@@ -111,9 +111,10 @@ def _quantized_adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformati
 def _of_hidden_matrices(file: str) -> Contender:
     name, options = OF_HIDDEN_MATRICES[file]
     hyper = optimizers.Hyperparameters()
+    recorded = json.loads((LOSSES / f"{file}.json").read_text())["summary"][name]
     return Contender(
         lambda rate: optimizers.build(name, rate, hyper, options),
-        (6e-3, 1.2e-2, 2.4e-2),
+        tuple(float(rate) for rate in recorded["grid"]),
         file,
         seeds=(0, 1, 2, 3, 4),
     )

@@ -108,11 +108,12 @@ def results_table(summary: dict[str, dict[str, Any]]) -> str:
 
 
 def grid_table(summary: dict[str, dict[str, Any]]) -> str:
-    """The first seed's validation loss by peak rate as a Markdown table."""
-    rates = list(next(iter(summary.values()))["grid"])
+    """The first seed's validation loss by peak rate as a Markdown table; empty where not tried."""
+    rates = sorted({rate for row in summary.values() for rate in row["grid"]}, key=float)
     lines = [f"| first seed | {' | '.join(rates)} |", f"| --- |{' ---: |' * len(rates)}"]
     for name, row in summary.items():
-        cells = [cell(row["grid"][rate], ".4f", "diverged") for rate in rates]
+        grid = row["grid"]
+        cells = [cell(grid[rate], ".4f", "diverged") if rate in grid else "" for rate in rates]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -57,6 +57,8 @@ def memory(state: TrainState) -> dict[str, float]:
     """Sizes of the optimizer's state, and how much of the model is in factored leaves."""
     leaves = jax.tree.leaves(state.params)
     report = adapprox_jax.rank_report(state.opt_state, state.params).values()
+    nodes = jax.tree.leaves(state.opt_state, is_leaf=_has_second_moment)
+    moments = [node for node in nodes if _has_second_moment(node)]
     parameters = sum(leaf.size for leaf in leaves)
     dense = sum(leaf.nbytes for leaf in leaves)
     sizes = {
@@ -65,11 +67,17 @@ def memory(state: TrainState) -> dict[str, float]:
         "adamw_state_mib": adapprox_jax.state_nbytes(optax.adamw(1.0), state.params) / MIB,
     }
     if report:
-        factors = sum(info.nbytes for info in report)
-        replaced = sum(info.dense_nbytes for info in report)
+        held = [getattr(node, name, ()) for node in moments for name in ("q", "u", "nu")]
+        kept = [x for x in jax.tree.leaves(held) if x.ndim]  # scalars stand for what is not there
         sizes["factored_share"] = sum(math.prod(info.shape) for info in report) / parameters
-        sizes["second_moment_ratio"] = (factors + dense - replaced) / dense
+        sizes["second_moment_ratio"] = nbytes(kept) / dense
     return sizes
+
+
+def _has_second_moment(node: Any) -> bool:
+    return isinstance(
+        node, adapprox_jax.ScaleByAdapproxState | adapprox_jax.ScaleByNeuronMomentState
+    )
 
 
 def describe(sizes: dict[str, float]) -> str:

@@ -45,8 +45,8 @@ def test_records_and_picture_are_written(tmp_path, capsys):
 @pytest.mark.usefixtures("small")
 def test_the_ranks_of_an_optimizer_of_several_parts_are_recorded(tmp_path):
     path = tmp_path / "speed.json"
-    result = main(("tiny",), ("adapprox_muon",), cycles=1, steps=1, output=path)
-    assert result["records"]["tiny"]["adapprox_muon"]["ranks"] == [0, 8]
+    result = main(("tiny",), ("adapprox_muon rank 8",), cycles=1, steps=1, output=path)
+    assert result["records"]["tiny"]["adapprox_muon rank 8"]["ranks"] == [0, 8]
 
 
 def test_a_whole_training_step(tmp_path, monkeypatch):

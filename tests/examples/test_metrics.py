@@ -53,3 +53,13 @@ def test_a_state_is_told_in_bytes_and_shares():
     leaves = jax.tree.leaves(optax.adamw(1.0).init(params))
     assert sizes["adamw_state_mib"] * metrics.MIB == sum(leaf.nbytes for leaf in leaves)
     assert "98.5% of the parameters in factored leaves" in metrics.describe(sizes)
+
+
+def test_a_number_a_neuron_counts_as_a_second_moment():
+    params = {"mlp": jnp.ones((64, 64)), "wte": jnp.ones((512, 64))}
+    tx = optimizers.build(
+        "adapprox-muon", 1.0, optimizers.Hyperparameters(), optimizers.AdapproxOptions()
+    )
+    sizes = metrics.memory(TrainState(params, tx.init(params)))
+    np.testing.assert_allclose(sizes["factored_share"], 512 / 576)
+    np.testing.assert_allclose(sizes["second_moment_ratio"], (64 + 576 * 8) / (576 * 64))
