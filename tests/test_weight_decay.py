@@ -1,6 +1,5 @@
 """Cautious weight decay."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,17 +29,22 @@ def test_where_all_agree_it_is_optax_decay():
     jax.tree.map(np.testing.assert_array_equal, cautious, plain)
 
 
-def test_mask_boxes_and_types():
+def test_mask_and_types():
     tx = adapprox_jax.add_cautious_weight_decay(0.5, lambda p: {"w": True, "b": False})
     np.testing.assert_array_equal(decayed(tx)["b"], UPDATES["b"])
+    plain = adapprox_jax.add_cautious_weight_decay(0.5)
+    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (UPDATES, PARAMS))
+    assert decayed(plain, *halves)["w"].dtype == jnp.bfloat16
+    assert decayed(plain, {"w": UPDATES["w"], "b": None}, {**PARAMS, "b": None})["b"] is None
+
+
+def test_boxes():
+    nn = pytest.importorskip("flax.linen")
     boxed, updates = (
         {"w": nn.Partitioned(x["w"], ("a", None)), "b": x["b"]} for x in (PARAMS, UPDATES)
     )
     plain = adapprox_jax.add_cautious_weight_decay(0.5)
     np.testing.assert_array_equal(decayed(plain, updates, boxed)["w"].value, decayed(plain)["w"])
-    halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (UPDATES, PARAMS))
-    assert decayed(plain, *halves)["w"].dtype == jnp.bfloat16
-    assert decayed(plain, {"w": UPDATES["w"], "b": None}, {**PARAMS, "b": None})["b"] is None
 
 
 @pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
