@@ -33,6 +33,7 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 
 @dataclasses.dataclass(frozen=True)
+@show_defaults({"clip_norm": "no clipping"})
 class Hyperparameters:
     """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8, and
     adapprox-muon and muon have 0.95. Their b1 is that of everything but the hidden matrices.
@@ -71,7 +72,7 @@ def _library_defaults() -> dict[str, str]:
     muon = _arguments(adapprox_jax.adapprox_muon)
     words = {name: str(value) for name, value in muon.items()} | words
     of_muon = {f"muon_{name}": str(muon[name]) for name in ("b1", "b2")}
-    others = {"sampling_threshold": "False", "b2_exponent": "none", "clip_norm": "none"}
+    others = {"sampling_threshold": "False", "b2_exponent": "a constant b2"}
     return words | of_muon | others
 
 
