@@ -11,6 +11,7 @@ from adapprox_jax.inspect import adapprox_states
 from adapprox_jax.neurons import ScaleByNeuronMomentState
 from adapprox_jax.ordering import begin_after
 from adapprox_jax.sharding import with_automatic_axes
+from adapprox_jax.tree_checks import check_state
 
 
 class HiddenFirstState(NamedTuple):
@@ -49,6 +50,7 @@ def hidden_first(
     def update(
         updates: optax.Updates, state: HiddenFirstState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, HiddenFirstState]:
+        check_state(state, HiddenFirstState, "adapprox_muon")
         updates, of_hidden = first.update(updates, state.hidden, params)
         updates = _others_after(_second_moments(of_hidden), is_hidden(updates), updates)
         updates, of_others = second.update(updates, state.elsewhere, params)

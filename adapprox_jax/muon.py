@@ -59,8 +59,8 @@ def adapprox_muon(
 
     Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
     or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. Everything else:
-    `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both, so that
-    rates are AdamW's.
+    `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both. Updates
+    have the size of AdamW's; the best rates were some five times as high (docs/orthogonal.md).
 
     Args:
       learning_rate: A number or a schedule.
@@ -131,6 +131,11 @@ def adapprox_muon(
     require("rate_elsewhere", rate_elsewhere, lambda x: x > 0, "a number above 0")
     require_choice("second_moment", second_moment, (True, False, "neurons"))
     require_integer("newton_schulz_steps", newton_schulz_steps, 1)
+    if second_moment == "neurons" and callable(b2):
+        raise ValueError(
+            "b2 is a function and second_moment 'neurons'; allowed: a number, or second_moment=True"
+            " or False."
+        )
 
     def scaled() -> optax.GradientTransformation:
         return scale_by_adapprox(

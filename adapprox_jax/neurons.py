@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from adapprox_jax.boxes import is_box, rebox, rebox_axes, unbox
@@ -34,8 +35,10 @@ def scale_by_neuron_moment(
     """Divides each column of each matrix by the root of the running average of its mean square.
 
     A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku; where
-    dimension numbers are given, rows and columns are those that they name. A leaf without matrices
-    is divided entry by entry. Made for directions, with entries of size one: squares may overflow.
+    dimension numbers are given, rows and columns are those that they name: rows=1, columns=0 where
+    outputs come first. Of a kernel (heads, size, outputs) or of a convolution the default view is
+    of a matrix a head or place, with a number for each output of each. A leaf without matrices is
+    divided entry by entry. Made for directions, with entries of size one: squares may overflow.
 
     Args:
       b2: Decay of the averages, in [0, 1).
@@ -106,5 +109,5 @@ def _inputs(shape: tuple[int, ...], numbers: MatrixDimensionNumbers | None) -> t
     if not view.is_matrix:
         return ()
     named = view.rows if numbers is None else numbers.rows
-    first = named if isinstance(named, int) else named[0]
+    first = named if isinstance(named, int | np.integer) else named[0]
     return view.columns if first % len(shape) in view.columns else view.rows

@@ -12,7 +12,8 @@ def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
     """A decay of the second moment that begins at 0 and rises towards 1: 1 - t^-exponent.
 
     The average is over a growing part of the past, about the last t^exponent gradients, and needs
-    no bias correction: the first second moment is the first gradient's square.
+    no bias correction: the first second moment is the first gradient's square. Under
+    `optax.inject_hyperparams` name b2 in `static_args`, too: Optax counts schedules from 0.
 
     Args:
       exponent: Above 0 and below 1.
@@ -34,7 +35,7 @@ def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
     require("exponent", exponent, lambda x: 0 < x < 1, "a number above 0 and below 1")
 
     def decay(step: jax.Array) -> jax.Array:
-        # From 1: `optax.inject_hyperparams` counts from 0.
+        # Where Optax counts from 0 the power is infinite.
         return 1 - jnp.maximum(jnp.asarray(step, float), 1) ** -exponent
 
     return decay

@@ -96,7 +96,7 @@ def _ours() -> dict[str, Entry]:
         "adapprox_muon, 8 bits": _of_hidden("int8", 3),
         "adapprox_muon, 5 bits": _of_hidden("int5", 3),
         "adapprox_muon, 4 bits": _of_hidden("int4"),
-        "adapprox_muon, 4 bits, rank 2": _of_hidden("int4", 3, max_rank=2),
+        "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", 3, max_rank=2),
     }
     no_average = Entry("adapprox", 1.2e-3, Hyperparameters(b1=0.0))
     return {**entries, "adapprox, no average": no_average}

@@ -6,6 +6,7 @@ line of `results/loss/study.jsonl` and is never done again, so that the command 
 goes on; several can share the work. `python -m benchmarks.report` makes the page.
 """
 
+import hashlib
 import math
 import pathlib
 import time
@@ -62,7 +63,8 @@ def tune(entry: Entry, result: Lookup) -> Tuned | None:
 
 def config_of(entry: Entry, text: str, rate: float, seed: int) -> Config:
     """The settings of one run."""
-    name = f"{text}-{entry.optimizer}-{rate:g}-{seed}-{abs(hash((entry.hyper, entry.options)))}"
+    digest = hashlib.sha256(repr((entry.hyper, entry.options)).encode()).hexdigest()[:12]
+    name = f"{text}-{entry.optimizer}-{rate:g}-{seed}-{digest}"
     return Config(
         optimizer=entry.optimizer,
         data=TEXTS[text],

@@ -140,7 +140,6 @@ def claims(results: Results) -> str:
     for text in TEXTS:
         ours = {x: results[text, x] for x in GROUPS["ours"] if (text, x) in results}
         theirs = {x: results[text, x] for x in GROUPS["opponents"] if (text, x) in results}
-        # NorMuon and AdaMuon are run by this library, but they are others' ideas.
         if not ours or not theirs:
             continue
         beaten = [
@@ -177,7 +176,9 @@ def rates(results: Results) -> str:
     lines = []
     for text in TEXTS:
         adamw = [
-            one for (where, label), one in results.items() if where == text and "AdamW, " in label
+            one
+            for (where, label), one in results.items()
+            if where == text and label.startswith("AdamW")
         ]
         if not adamw:
             continue

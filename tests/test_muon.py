@@ -159,7 +159,13 @@ def test_the_library_follows_the_reference(s, keywords, tall):
 def test_neurons_are_the_columns_or_what_is_named_so():
     grads = {"w": gradients(1, SHAPES)[0]["wide"], "none": np.zeros((0, 16), np.float32)}
     numbers = adapprox_jax.MatrixDimensionNumbers
-    for given, axis in ((None, 0), (numbers(0, 1), 0), (numbers(rows=1, columns=0), 1)):
+    named = (
+        (None, 0),
+        (numbers(0, 1), 0),
+        (numbers(rows=1, columns=0), 1),
+        (numbers(np.int64(1), 0), 1),
+    )
+    for given, axis in named:
         tx = adapprox_jax.scale_by_neuron_moment(0.0, 0.0, given)
         updates, state = tx.update(grads, tx.init(grads))
         mean = np.mean(np.square(grads["w"]), axis=axis, keepdims=True)
@@ -374,6 +380,21 @@ def test_everything_else_waits_for_the_second_moments_of_directions(monkeypatch)
         jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
         assert waited == shapes
         waited.clear()
+
+
+@pytest.mark.parametrize("second_moment", ["neurons", True])
+def test_a_state_of_another_kind_and_a_b2_that_changes_are_named(second_moment):
+    params = {"w": jnp.ones((64, 96)), "b": jnp.ones(96)}
+    tx = adapprox_jax.adapprox_muon(1e-2, second_moment=second_moment)
+    other = (optax.adam(1e-2).init(params)[0], *tx.init(params)[1:])
+    with pytest.raises(ValueError, match="adapprox_muon got a state of type ScaleByAdamState"):
+        tx.update(params, other, params)
+    changing = dict(b2=adapprox_jax.increasing_decay(), second_moment=second_moment)
+    if second_moment == "neurons":
+        with pytest.raises(ValueError, match="b2 is a function and second_moment 'neurons'"):
+            adapprox_jax.adapprox_muon(1e-2, **changing)
+    else:
+        adapprox_jax.adapprox_muon(1e-2, **changing)
 
 
 @pytest.mark.parametrize("second_moment", ["neurons", True])
