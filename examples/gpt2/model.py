@@ -64,9 +64,7 @@ class Linear(nnx.Linear):
         return super().__call__(x_BxLxD.reshape(B * L, D)).reshape(B, L, -1)
 
 
-def _linear(
-    n_in: int, n_out: int, config: GPTConfig, rngs: nnx.Rngs, scale: float = 1.0
-) -> Linear:
+def _linear(n_in: int, n_out: int, config: GPTConfig, rngs: nnx.Rngs, scale: float = 1.0) -> Linear:
     init = nnx.initializers.normal(0.02 * scale)
     return Linear(n_in, n_out, dtype=config.dtype, kernel_init=init, rngs=rngs)
 
