@@ -1,18 +1,27 @@
-"""What is trained for docs/results.md: optimizers with their settings, in groups, and the texts."""
+"""What is trained for docs/results.md: optimizers with their settings, in groups, and where."""
 
 import dataclasses
+import math
 import pathlib
+from typing import Any
 
 from examples.gpt2.optimizers import AdapproxOptions, Hyperparameters, Name
 
-# Source code, and English prose: Vim's manual, which Debian's package vim-runtime puts there.
-TEXTS: dict[str, pathlib.Path | None] = {
-    "code": None,
-    "prose": pathlib.Path("/usr/share/vim/vim90/doc"),
+_LARGER = {"width": 256, "heads": 8, "eval_every": 100}
+
+# What the runs of each setting change of the program's. Prose is Vim's manual, which Debian's
+# package vim-runtime puts there; the larger model has 3.8 times the parameters.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "code": {},
+    "prose": {"data": pathlib.Path("/usr/share/vim/vim90/doc")},
+    "larger": _LARGER,
+    "longer": {**_LARGER, "steps": 4000, "warmup": 200, "eval_every": 400},
 }
+TUNED_IN = {"longer": "larger"}  # whose best rates are taken, not looked for again
 
 EXACT = 100_000  # a min_dim_size_to_factor above all sides
 INCREASING = 0.8  # the exponent of a b2 of 1 - t^-0.8
+NEVER = math.inf  # a clipping threshold that no update reaches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +82,9 @@ def _opponents() -> dict[str, Entry]:
             for b2, hyper in clipped.items()
         },
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
+        "AdamW, b2 0.95, clipped, 8 times the rate elsewhere": Entry(
+            "adamw", 2.4e-3, clipped[0.95], AdapproxOptions(rate_elsewhere=8.0)
+        ),
         "AdamW in 8 bits, b2 0.95, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[0.95]),
         "Adafactor": Entry("adafactor", 2.4e-3),
         "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99)),
@@ -104,8 +116,28 @@ def _ours() -> dict[str, Entry]:
 
 def _choices() -> dict[str, Entry]:
     """What could be another default of `adapprox`, and of `adapprox_muon`, one change at a time."""
+    dense = {
+        f"adapprox, best {words} of rank 8": Entry(
+            "adapprox-dense", 2.4e-3, options=AdapproxOptions(approximate=kind), seeds=3
+        )
+        for words, kind in (
+            ("root", "root"),
+            ("fourth root", "fourth-root"),
+            ("whitened root", "whitened-root"),
+            ("whitened moment", "whitened-moment"),
+        )
+    }
     return {
+        **{f"adapprox, b2 {b2}": _adapprox(b2, 3) for b2 in (0.99, 0.95)},
+        "adapprox, b2 1 - t^-0.8": _adapprox(None, 3),
+        "adapprox, bias correction": _adapprox(0.999, 3, bias_correction=True),
         "adapprox, cautious decay": _adapprox(0.999, 3, cautious_weight_decay=True),
+        "adapprox, rank 32 for the embedding": _adapprox(0.999, 3, embedding_rank=32),
+        "adapprox, 8 times the rate elsewhere": _adapprox(0.999, 3, rate_elsewhere=8.0),
+        "adapprox, no clipping": _adapprox(
+            0.999, 3, bias_correction=True, clipping_threshold=NEVER
+        ),
+        **dense,
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
         "adapprox_muon, no second moment": _of_hidden(seeds=3, second_moment=False),
         **{
@@ -118,10 +150,36 @@ def _choices() -> dict[str, Entry]:
     }
 
 
+def _averages() -> dict[str, Entry]:
+    """With and without the average, as in the paper's Figure 7; "ours" has Adapprox's."""
+    none = Hyperparameters(b1=0.0)
+    return {
+        "AdamW, no average": Entry("adamw", 1.2e-3, none, seeds=1),
+        "Adafactor, no average": Entry("adafactor", 1.2e-3, none, seeds=1),
+    }
+
+
+def _longer() -> dict[str, Entry]:
+    """The best, for more parameters and more steps."""
+    all_entries = {**_ours(), **_opponents()}
+    chosen = ("adapprox_muon", "Muon", "adapprox", "AdamW, b2 0.95, clipped")
+    return {
+        label: dataclasses.replace(all_entries[label], rate=all_entries[label].rate / 2, seeds=1)
+        for label in chosen
+    }
+
+
 GROUPS: dict[str, dict[str, Entry]] = {
     "ours": _ours(),
     "opponents": _opponents(),
     "controls": _controls(),
     "choices": _choices(),
+    "averages": _averages(),
+    "longer": _longer(),
 }
-ON_BOTH_TEXTS = ("ours", "opponents")
+GROUPS_OF = {
+    "code": ("ours", "opponents", "controls", "choices", "averages"),
+    "prose": ("ours", "opponents"),
+    "larger": ("longer",),
+    "longer": ("longer",),
+}

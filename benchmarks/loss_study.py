@@ -6,6 +6,7 @@ line of `results/loss/study.jsonl` and is never done again, so that the command 
 goes on; several can share the work. `python -m benchmarks.report` makes the page.
 """
 
+import functools
 import hashlib
 import math
 import pathlib
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 import tyro
 from tqdm import tqdm
 
-from benchmarks.loss_entries import GROUPS, ON_BOTH_TEXTS, TEXTS, Entry
+from benchmarks.loss_entries import GROUPS, GROUPS_OF, SETTINGS, TUNED_IN, Entry
 from examples.gpt2 import records
 from examples.gpt2.compare import find, finished, loss_of
 from examples.gpt2.config import Config, load_data, resolve, settings
@@ -61,49 +62,69 @@ def tune(entry: Entry, result: Lookup) -> Tuned | None:
     return Tuned(dict(sorted(grid.items())), best, whole) if len(whole) == len(runs) else None
 
 
-def config_of(entry: Entry, text: str, rate: float, seed: int) -> Config:
-    """The settings of one run."""
+def config_of(entry: Entry, setting: str, rate: float, seed: int) -> Config:
+    """The configuration of one run."""
     digest = hashlib.sha256(repr((entry.hyper, entry.options)).encode()).hexdigest()[:12]
-    name = f"{text}-{entry.optimizer}-{rate:g}-{seed}-{digest}"
+    name = f"{setting}-{entry.optimizer}-{rate:g}-{seed}-{digest}"
     return Config(
         optimizer=entry.optimizer,
-        data=TEXTS[text],
         learning_rate=rate,
         seed=seed,
         hyper=entry.hyper,
         adapprox=entry.options,
         out=pathlib.Path("runs/study") / name,
+        **SETTINGS[setting],
     )
 
 
-def lookup(entry: Entry, text: str, key: str, rows: Callable[[], list[dict[str, Any]]]) -> Lookup:
-    """Finds the runs of an entry.
+def recorded(entry: Entry, setting: str, key: str, rows: list[dict[str, Any]]) -> Lookup:
+    """Finds the runs of an entry among records.
 
     Args:
       entry: What was trained.
-      text: On which text.
-      key: The text's digest.
-      rows: Reads the records, which grow while others run.
+      setting: Where.
+      key: The digest of its text.
+      rows: The records.
     """
 
     def result(rate: float, seed: int) -> dict[str, Any] | None:
-        wanted = settings(resolve(config_of(entry, text, rate, seed)), key)
-        return find(rows(), wanted)
+        return find(rows, settings(resolve(config_of(entry, setting, rate, seed)), key))
 
     return result
 
 
-def entries(groups: tuple[str, ...], texts: tuple[str, ...]) -> Iterator[tuple[str, str, Entry]]:
-    """Text, label and entry of all that is asked for."""
-    for text in texts:
-        for group in groups:
-            if text == "code" or group in ON_BOTH_TEXTS:
-                yield from ((text, label, entry) for label, entry in GROUPS[group].items())
+def tuned(entry: Entry, setting: str, look_up: Callable[[str], Lookup]) -> Tuned | None:
+    """The runs of an entry in a setting, at the best rate there or where rates are taken from.
+
+    Args:
+      entry: What is trained.
+      setting: Where.
+      look_up: From a setting to the runs there.
+
+    Returns:
+      As `tune`.
+    """
+    if setting not in TUNED_IN:
+        return tune(entry, look_up(setting))
+    elsewhere = tune(entry, look_up(TUNED_IN[setting]))
+    if elsewhere is None:
+        return None
+    runs = [look_up(setting)(elsewhere.rate, seed) for seed in range(entry.seeds)]
+    whole = [run for run in runs if run is not None]
+    return Tuned({}, elsewhere.rate, whole) if len(whole) == len(runs) else None
+
+
+def entries(groups: tuple[str, ...], where: tuple[str, ...]) -> Iterator[tuple[str, str, Entry]]:
+    """Setting, label and entry of all that is asked for."""
+    for setting in where:
+        for group in GROUPS_OF[setting]:
+            if group in groups:
+                yield from ((setting, label, entry) for label, entry in GROUPS[group].items())
 
 
 def main(
     groups: tuple[str, ...] = tuple(GROUPS),
-    texts: tuple[str, ...] = tuple(TEXTS),
+    where: tuple[str, ...] = tuple(SETTINGS),
     minutes: float = math.inf,
     part: int = 0,
     parts: int = 1,
@@ -112,41 +133,40 @@ def main(
 
     Args:
       groups: Of `loss_entries`.
-      texts: Of `loss_entries`.
+      where: Settings of `loss_entries`.
       minutes: No run begins after so many.
       part: Which part of the entries is worked on, from 0.
       parts: Into how many they are divided: one for each process.
     """
-    for name, given, allowed in (("groups", groups, GROUPS), ("texts", texts, TEXTS)):
+    for name, given, allowed in (("groups", groups, GROUPS), ("where", where, SETTINGS)):
         unknown = [x for x in given if x not in allowed]
         if unknown:
             raise SystemExit(f"{name} has {unknown}; allowed: {', '.join(allowed)}.")
     if not 0 <= part < parts:
         raise SystemExit(f"part is {part}; allowed: from 0 to parts - 1 = {parts - 1}.")
     end = time.monotonic() + 60 * minutes
-    keys = {text: load_data(resolve(Config(data=TEXTS[text]))).key for text in texts}
-    chosen = list(entries(groups, texts))[part::parts]
+    keys = {setting: load_data(resolve(Config(**SETTINGS[setting]))).key for setting in SETTINGS}
+
+    def made(entry: Entry, setting: str) -> Lookup:
+        """Finds the runs of an entry, and makes those that are missing."""
+
+        def result(rate: float, seed: int) -> dict[str, Any] | None:
+            # Read each time, because others write to it.
+            found = recorded(entry, setting, keys[setting], records.read(STUDY))(rate, seed)
+            if found is None and time.monotonic() < end:
+                config = config_of(entry, setting, rate, seed)
+                used = settings(resolve(config), keys[setting])
+                found = finished(config, used, run, DivergedError)
+                records.append(STUDY, {"setting": setting, **found})
+            return found
+
+        return result
+
+    chosen = list(entries(groups, where))[part::parts]
     with tqdm(chosen, unit="entry", disable=None) as bar:
-        for text, label, entry in bar:
-            bar.set_description(f"{label}, {text}")
-            recorded = lookup(entry, text, keys[text], lambda: records.read(STUDY))
-
-            def result(
-                rate: float,
-                seed: int,
-                recorded: Lookup = recorded,
-                text: str = text,
-                entry: Entry = entry,
-            ) -> dict[str, Any] | None:
-                found = recorded(rate, seed)
-                if found is None and time.monotonic() < end:
-                    config = config_of(entry, text, rate, seed)
-                    used = settings(resolve(config), keys[text])
-                    found = finished(config, used, run, DivergedError)
-                    records.append(STUDY, {"text": text, **found})
-                return found
-
-            tune(entry, result)
+        for setting, label, entry in bar:
+            bar.set_description(f"{label}, {setting}")
+            tuned(entry, setting, functools.partial(made, entry))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import optax.contrib
 
 import adapprox_jax
 from benchmarks.adam_8_bits import scale_by_adam_8_bits
+from benchmarks.approximations import scale_by_approximated_moment
 
 Part = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -118,6 +119,25 @@ def _scale_by_galore(
 def galore_numbers(params: Any) -> Any:
     """Optax's dimension numbers of GaLore for hidden matrices; None for everything else."""
     return _of_hidden(params, optax.contrib.GaLoreDimensionNumbers())
+
+
+def adapprox_dense(b1: float, b2: float, options: dict[str, Any], decay: Part) -> list[Part]:
+    """Adapprox's chain with a second moment kept whole and approximated at every step.
+
+    Args:
+      b1: Of the average of updates.
+      b2: Of the second moment.
+      options: Its `approximate`, `max_rank` and `min_dim_size_to_factor`, if given.
+      decay: The weight decay.
+    """
+    defaults = {"approximate": "root", "max_rank": 8, "min_dim_size_to_factor": 64}
+    given = {name: options.get(name, default) for name, default in defaults.items()}
+    return [
+        (scale_by_approximated_moment, {"b2": b2, "eps": 1e-8, **given}),
+        (adapprox_jax.clip_by_matrix_rms, {"threshold": 1.0}),
+        (optax.ema, {"decay": b1, "debias": False}),
+        decay,
+    ]
 
 
 def adamw_8_bits(b1: float, b2: float, decay: Part) -> list[Part]:

@@ -5,6 +5,8 @@ All of them decay only matrices, decoupled from the gradient, as the paper does.
 
 import dataclasses
 import inspect
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -12,6 +14,7 @@ import jax
 import optax
 
 import adapprox_jax
+from benchmarks import approximations
 from benchmarks.came import came
 from examples.gpt2 import opponents
 from examples.gpt2.hints import by_case, show_defaults
@@ -20,6 +23,7 @@ Name = Literal[
     "adapprox",
     "adapprox-paper",
     "adapprox-muon",
+    "adapprox-dense",
     "adamw",
     "adamw-8-bits",
     "adafactor",
@@ -51,6 +55,8 @@ class Hyperparameters:
 
 # Guided, as the paper's pretraining is.
 PAPER = {**adapprox_jax.PAPER, "cosine_guidance": True}
+# What has a rate elsewhere of its own; of all others `build` multiplies the updates.
+_WITH_RATE_ELSEWHERE = ("adapprox-muon", "muon")
 # Arguments that records from before they existed lack, with what was done then.
 _SINCE = [("cautious_weight_decay", False)]
 
@@ -89,7 +95,8 @@ class AdapproxOptions:
     one by one."""
     rank_interval: int | None = None
     rank_margin: int | None = None
-    approximate: Literal["moment", "root"] | None = None
+    approximate: approximations.Name | None = None
+    """What is factored; adapprox has "moment" and "root", adapprox-dense all of them."""
     power_iterations: int | None = None
     oversampling: int | None = None
     rotate: bool | None = None
@@ -105,10 +112,12 @@ class AdapproxOptions:
     min_dim_size_to_factor: int | None = None
     mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
     factor_dtype: Literal["float32", "bfloat16"] | None = None
+    embedding_rank: int | None = None
+    """Of adapprox alone: max_rank of the matrix that embeds the tokens and makes the logits."""
+    rate_elsewhere: float | None = None
+    """What the rates of everything but the hidden matrices are multiplied by."""
     muon_b1: float | None = None
     """Of adapprox-muon and muon: b1 of the hidden matrices."""
-    rate_elsewhere: float | None = None
-    """Of both, too: what the rates of everything but the hidden matrices are multiplied by."""
     muon_b2: float | None = None
     """Of adapprox-muon alone, as all that follow: b2 of all leaves."""
     nesterov: bool | None = None
@@ -138,6 +147,9 @@ def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     given = options.given()
     sampling = given.pop("sampling_threshold", False)
     exponent = given.pop("b2_exponent", None)
+    if name != "adapprox-muon":
+        for of_build in ("embedding_rank", "rate_elsewhere"):
+            given.pop(of_build, None)
     if name == "adapprox-muon":
         for keyword in ("b1", "b2"):
             given |= {keyword: given.pop(f"muon_{keyword}")} if f"muon_{keyword}" in given else {}
@@ -174,7 +186,7 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
       name: One of `NAMES`.
       hyper: What all optimizers share.
       options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the b1 and the rate elsewhere of "muon".
+        the rate elsewhere and the b1 of "muon".
 
     Returns:
       The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
@@ -200,6 +212,10 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
         used = {"decay": f"1 - t^-{rate}", **used}  # Optax's `decay_rate_fn`
     if hyper.clip_norm is not None:
         used["clip_by_global_norm"] = hyper.clip_norm
+    if options.embedding_rank is not None and name == "adapprox":
+        used["embedding_rank"] = options.embedding_rank
+    if options.rate_elsewhere is not None and name not in _WITH_RATE_ELSEWHERE:
+        used["rate_elsewhere"] = options.rate_elsewhere
     return {key: value for key, value in _in_words(used).items() if (key, value) not in _SINCE}
 
 
@@ -218,6 +234,8 @@ def _parts(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> list
             return opponents.adafactor(b1, None, end)
         case "adafactor-b2":
             return opponents.adafactor(b1, b2, end)
+        case "adapprox-dense":
+            return opponents.adapprox_dense(b1, b2, options.given(), end)
         case "adamw-8-bits":
             return opponents.adamw_8_bits(b1, b2, end)
         case "galore":
@@ -243,7 +261,7 @@ def _in_words(value: Any) -> Any:
         name = value.__qualname__.partition(".<locals>")[0]
         inner = ", ".join(f"{key}={_in_words(made_with[key])}" for key in sorted(made_with))
         return f"{name}({inner})" if inner else name
-    return value
+    return str(value) if value == math.inf else value
 
 
 def one_column(error: jax.Array) -> int:
@@ -295,7 +313,7 @@ def build(
       learning_rate: A number or a schedule.
       hyper: What all optimizers share.
       options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the b1 and the rate elsewhere of "muon".
+        the rate elsewhere and the b1 of "muon".
 
     Returns:
       An Optax gradient transformation.
@@ -303,9 +321,17 @@ def build(
     Raises:
       ValueError: If there is no optimizer of this name, or Adapprox refuses an argument.
     """
+    if options.rate_elsewhere is not None and name not in _WITH_RATE_ELSEWHERE:
+        return _with_rate_elsewhere(name, learning_rate, hyper, options)
     match name:
         case "adapprox" | "adapprox-paper":
-            tx = adapprox_jax.adapprox(learning_rate, **keywords(name, hyper, options))
+            used = keywords(name, hyper, options)
+            tx = adapprox_jax.adapprox(learning_rate, **used)
+            if options.embedding_rank is not None and name == "adapprox":
+                wide = adapprox_jax.adapprox(
+                    learning_rate, **used | {"max_rank": options.embedding_rank}
+                )
+                tx = optax.partition({"embedding": wide, "else": tx}, _embedding_or_else)
         case "adapprox-muon":
             tx = adapprox_jax.adapprox_muon(learning_rate, **keywords(name, hyper, options))
         case "adamw":
@@ -318,3 +344,36 @@ def build(
     if hyper.clip_norm is None:
         return tx
     return optax.chain(optax.clip_by_global_norm(hyper.clip_norm), tx)
+
+
+def _with_rate_elsewhere(
+    name: Name,
+    learning_rate: optax.ScalarOrSchedule,
+    hyper: Hyperparameters,
+    options: AdapproxOptions,
+) -> optax.GradientTransformation:
+    """An optimizer whose updates, but not the decay, are multiplied outside of hidden matrices."""
+    if options.cautious_weight_decay:
+        raise ValueError("rate_elsewhere and cautious_weight_decay cannot be given together")
+    without_decay = dataclasses.replace(hyper, weight_decay=0.0)
+    plain = dataclasses.replace(options, rate_elsewhere=None)
+    return optax.chain(
+        build(name, 1.0, without_decay, plain),  # of the updates' sign
+        optax.masked(optax.scale(options.rate_elsewhere), _elsewhere),
+        optax.add_decayed_weights(-hyper.weight_decay, MASKS[hyper.decays]),
+        optax.scale_by_learning_rate(learning_rate, flip_sign=False),
+    )
+
+
+def _elsewhere(params: Any) -> Any:
+    return jax.tree.map(operator.not_, adapprox_jax.hidden_matrices(params))
+
+
+def _embedding_or_else(params: Any) -> Any:
+    """Labels: the tied matrix that embeds the tokens, and all else."""
+
+    def label(path: Any, _: Any) -> str:
+        name = jax.tree_util.keystr(path[:1], simple=True)
+        return "embedding" if name == "tokens" else "else"
+
+    return jax.tree_util.tree_map_with_path(label, params)
