@@ -2,26 +2,29 @@
 
 A page has blocks between `<!-- NAME -->` and `<!-- end of NAME -->`; each is replaced by what a
 function here makes of the records, so that no figure of theirs is typed by hand. Entries whose runs
-are not all there are left out. The pictures lie beside the records.
+are not all there are left out and named. The pictures lie beside the records.
 """
 
 import math
 import pathlib
 import re
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.loss_entries import GROUPS, TEXTS
-from benchmarks.loss_study import STUDY, entries, lookup, tune
+from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
+from benchmarks.loss_study import STUDY, Lookup, entries, recorded, tuned
 from examples.gpt2 import records
 from examples.gpt2.compare import loss_of
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ("docs/results.md", "README.md")
-PICTURE = ROOT / "results" / "loss" / "loss_against_bytes.png"
+PICTURES = ROOT / "results" / "loss"
+TEXTS = ("code", "prose")  # the settings that all are compared in
 
 
 class Summary(NamedTuple):
@@ -44,36 +47,48 @@ class Summary(NamedTuple):
         return standard_error(list(self.losses.values()))
 
 
-Results = Mapping[tuple[str, str], Summary]  # by text and label
+Results = Mapping[tuple[str, str], Summary]  # by setting and label
 
 
 def standard_error(values: list[float]) -> float | None:
-    """Of the mean; None of one value."""
-    return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+    """Of the mean; None of one value, or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def difference(one: Summary, other: Summary) -> tuple[float, float | None, int]:
-    """Mean paired difference over the seeds that both have, its standard error, and how many."""
-    seeds = one.losses.keys() & other.losses.keys()
+    """Mean paired difference over the seeds at which neither diverged, its error, and how many."""
+    seeds = {
+        seed
+        for seed in one.losses.keys() & other.losses.keys()
+        if math.isfinite(one.losses[seed]) and math.isfinite(other.losses[seed])
+    }
+    if not seeds:
+        return math.nan, None, 0
     differences = [one.losses[seed] - other.losses[seed] for seed in sorted(seeds)]
     return statistics.mean(differences), standard_error(differences), len(differences)
 
 
 def summarize(rows: list[dict[str, Any]]) -> Results:
     """All entries whose runs are all among the records."""
-    keys = {row["text"]: row["settings"]["data"] for row in rows}
+    keys = {row["setting"]: row["settings"]["data"] for row in rows}
     found = {}
-    for text, label, entry in entries(tuple(GROUPS), tuple(keys)):
-        tuned = tune(entry, lookup(entry, text, keys[text], lambda: rows))
-        if tuned is None or not all(math.isfinite(loss_of(run)) for run in tuned.runs):
+    for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
+
+        def look_up(where: str, entry: Entry = entry) -> Lookup:
+            return recorded(entry, where, keys.get(where, ""), rows)
+
+        runs = tuned(entry, setting, look_up)
+        if runs is None:
             continue
-        memory = tuned.runs[0]["memory"]
-        found[text, label] = Summary(
-            tuned.rate,
-            {run["settings"]["seed"]: loss_of(run) for run in tuned.runs},
-            {rate: loss_of(run) for rate, run in tuned.grid.items()},
+        memory = next(run["memory"] for run in runs.runs if run["memory"] is not None)
+        found[setting, label] = Summary(
+            runs.rate,
+            {run["settings"]["seed"]: loss_of(run) for run in runs.runs},
+            {rate: loss_of(run) for rate, run in runs.grid.items()},
             memory["state_mib"] * 2**20 / memory["parameters"],
-            [run["curve"] for run in tuned.runs],
+            [run["curve"] for run in runs.runs],
         )
     return found
 
@@ -94,7 +109,7 @@ def comparison_table(results: Results) -> str:
             if one is None:
                 cells += [""] * 4
             else:
-                cells += [f"{one.mean:.4f}", _number(one.error), str(len(one.losses))]
+                cells += [_loss(one), _number(one.error), str(len(one.losses))]
                 cells += [f"{one.rate:g}"]
         lines.append(_row(cells))
     return "\n".join(lines)
@@ -110,10 +125,8 @@ def controls_table(results: Results) -> str:
     def cell(moment: str, decay: str) -> str:
         plain = results.get(("code", f"{moment}, b2 {decay}"))
         corrected = results.get(("code", f"{moment}, b2 {decay}, bias correction"))
-        parts = ["" if one is None else f"{one.mean:.4f} ({one.rate:g})" for one in (plain,)]
-        if corrected is not None:
-            parts.append(f"{corrected.mean:.4f} ({corrected.rate:g})")
-        return "; ".join(parts)
+        known = [one for one in (plain, corrected) if one is not None]
+        return "; ".join(f"{_loss(one)} ({one.rate:g})" for one in known)
 
     lines += [_row([moment, *(cell(moment, decay) for decay in decays)]) for moment in moments]
     return "\n".join(lines)
@@ -126,10 +139,10 @@ def choices_table(results: Results) -> str:
         _row(["---"] + ["---:"] * 5),
     ]
     for label in GROUPS["choices"]:
-        one, base = (results.get(("code", name)) for name in (label, label.split(", ")[0]))
+        one, base = (results.get(("code", name)) for name in (label, label.rpartition(", ")[0]))
         if one is not None and base is not None:
             mean, error, seeds = difference(one, base)
-            cells = [label, f"{one.mean:.4f}", f"{mean:+.4f}", _number(error), str(seeds)]
+            cells = [label, _loss(one), f"{mean:+.4f}", _number(error), str(seeds)]
             lines.append(_row([*cells, f"{one.rate:g}"]))
     return "\n".join(lines)
 
@@ -202,7 +215,7 @@ def steps_to_adamw(results: Results) -> str:
     lines = [_row(["", "steps", "of"]), _row(["---", "---:", "---:"])]
     for label in (*GROUPS["ours"], *GROUPS["opponents"]):
         if label in of_code:
-            curves = of_code[label].curves
+            curves = [curve for curve in of_code[label].curves if curve]
             steps = [step for step, _ in curves[0]]
             means = [statistics.mean(values) for values in _columns(curves)]
             reached = [s for s, mean in zip(steps, means, strict=True) if mean <= best.mean]
@@ -215,35 +228,110 @@ def _columns(curves: list[list[tuple[int, float]]]) -> list[list[float]]:
     return [[loss for _, loss in at] for at in zip(*curves, strict=True)]
 
 
-def draw(results: Results, path: pathlib.Path) -> None:
+def longer_table(results: Results) -> str:
+    """The best with a larger model: at its short runs, where rates are tuned, and its long ones."""
+    lines = [
+        _row(["", "bytes per parameter", "best peak rate", "loss, short", "loss, long"]),
+        _row(["---"] + ["---:"] * 4),
+    ]
+    for label in GROUPS["longer"]:
+        short, long = results.get(("larger", label)), results.get(("longer", label))
+        if short is not None:
+            cells = [label, f"{short.bytes_a_parameter:.2f}", f"{short.rate:g}", _loss(short)]
+            lines.append(_row([*cells, "" if long is None else _loss(long)]))
+    return "\n".join(lines)
+
+
+def averages_table(results: Results) -> str:
+    """Losses with and without the running average, each at its best rate."""
+    pairs = {
+        "adapprox": ("adapprox", "adapprox, no average"),
+        "Adafactor": ("Adafactor", "Adafactor, no average"),
+        "AdamW": ("AdamW, b2 0.999, clipped", "AdamW, no average"),
+    }
+    lines = [_row(["", "with", "without"]), _row(["---", "---:", "---:"])]
+    for name, labels in pairs.items():
+        known = [results.get(("code", label)) for label in labels]
+        lines.append(_row([name, *("" if one is None else _loss(one) for one in known)]))
+    return "\n".join(lines)
+
+
+def draw_bytes(results: Results, path: pathlib.Path) -> None:
     """Draws loss against bytes of state per parameter, a text an axes."""
-    texts = [text for text in TEXTS if any(where == text for where, _ in results)]
-    figure = Figure(figsize=(7 * len(texts) + 3, 5))
-    for place, text in enumerate(texts, 1):
-        axes = figure.add_subplot(1, len(texts), place)
-        for number, label in enumerate((*GROUPS["ours"], *GROUPS["opponents"])):
+    figure, all_axes = _figure_of_texts(results)
+    for text, axes in all_axes.items():
+        for label, style in _styles():
             one = results.get((text, label))
-            if one is not None:
+            if one is not None and math.isfinite(one.mean):
                 axes.errorbar(
-                    one.bytes_a_parameter,
-                    one.mean,
-                    one.error,
-                    fmt="o" if label in GROUPS["ours"] else "s",
-                    color=f"C{number % 10}",
-                    fillstyle="full" if number < 10 else "none",
-                    capsize=2,
-                    label=label,
+                    one.bytes_a_parameter, one.mean, one.error, capsize=2, label=label, **style
                 )
         axes.set(xlabel="bytes of optimizer state per parameter", title=text)
         axes.set_xscale("log", base=2)
         axes.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    _finish(figure, all_axes, path)
+
+
+def draw_curves(results: Results, path: pathlib.Path) -> None:
+    """Draws loss, and perplexity on the right, against the step, a text an axes."""
+    figure, all_axes = _figure_of_texts(results)
+    for text, axes in all_axes.items():
+        for label, style in _styles():
+            one = results.get((text, label))
+            curves = [curve for curve in one.curves if curve] if one is not None else []
+            if curves:
+                steps = [step for step, _ in curves[0]]
+                means = [statistics.mean(values) for values in _columns(curves)]
+                axes.plot(steps, means, label=label, markersize=4, **style)
+        axes.set(xlabel="step", title=text)
+        perplexity = axes.secondary_yaxis("right", functions=(np.exp, _log))
+        perplexity.set_ylabel("perplexity")
+    _finish(figure, all_axes, path)
+
+
+def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
+    """Draws loss against the peak rate over the best one, first seeds, a text an axes."""
+    figure, all_axes = _figure_of_texts(results)
+    for text, axes in all_axes.items():
+        for label, style in _styles():
+            one = results.get((text, label))
+            if one is not None:
+                tried = {r / one.rate: x for r, x in one.grid.items() if math.isfinite(x)}
+                axes.plot(list(tried), list(tried.values()), label=label, markersize=4, **style)
+        axes.set(xlabel="peak rate / best peak rate", title=text)
+        axes.set_xscale("log", base=2)
+    _finish(figure, all_axes, path)
+
+
+def _figure_of_texts(results: Results) -> tuple[Figure, dict[str, Axes]]:
+    texts = [text for text in TEXTS if any(where == text for where, _ in results)]
+    figure = Figure(figsize=(6 * len(texts) + 4, 5))
+    axes = {text: figure.add_subplot(1, len(texts), place) for place, text in enumerate(texts, 1)}
+    return figure, axes
+
+
+def _styles() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Ours as circles, opponents as squares; the second ten of a group are empty."""
+    for group, marker, line in (("ours", "o", "-"), ("opponents", "s", "--")):
+        for number, label in enumerate(GROUPS[group]):
+            fill = "full" if number < 10 else "none"
+            style = {"marker": marker, "linestyle": line, "fillstyle": fill}
+            yield label, {**style, "color": f"C{number % 10}"}
+
+
+def _finish(figure: Figure, all_axes: dict[str, Axes], path: pathlib.Path) -> None:
+    for axes in all_axes.values():
         axes.grid(alpha=0.3)
-        if place == 1:
-            axes.set_ylabel("validation loss (nats per token)")
-        if place == len(texts):
-            axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize="small")
+    first, *_, last = [*all_axes.values(), *all_axes.values()]
+    first.set_ylabel("validation loss (nats per token)")
+    last.legend(loc="center left", bbox_to_anchor=(1.15, 0.5), fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=130)
+
+
+def _log(values: np.ndarray) -> np.ndarray:
+    """Of perplexities; matplotlib asks below zero, too."""
+    return np.log(np.maximum(values, np.finfo(float).tiny))
 
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
@@ -253,6 +341,13 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "claims": claims,
     "rates": rates,
     "steps": steps_to_adamw,
+    "longer": longer_table,
+    "averages": averages_table,
+}
+DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
+    "loss_against_bytes.png": draw_bytes,
+    "curves.png": draw_curves,
+    "sensitivity.png": draw_sensitivity,
 }
 
 
@@ -267,16 +362,34 @@ def filled(page: str, results: Results) -> str:
 
 
 def main() -> None:
-    """Fills the pages and draws the picture."""
+    """Fills the pages, draws the pictures, and names what is not there yet."""
     results = summarize(records.read(STUDY))
     for name in PAGES:
         path = ROOT / name
-        path.write_text(filled(path.read_text(), results))
-    draw(results, PICTURE)
+        page = path.read_text()
+        path.write_text(filled(page, results))
+        print(f"{name}: {sum(f'<!-- {block} -->' in page for block in BLOCKS)} blocks filled")
+    for file, drawing in DRAWINGS.items():
+        drawing(results, PICTURES / file)
+    missing = [
+        f"{label} ({setting})"
+        for setting, label, _ in entries(tuple(GROUPS), tuple(SETTINGS))
+        if (setting, label) not in results
+    ]
+    if missing:
+        print(f"not all runs are there of: {'; '.join(missing)}")
 
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def _loss(one: Summary) -> str:
+    """The mean; of what diverged at some seeds that of the others, and at how many."""
+    finite = [loss for loss in one.losses.values() if math.isfinite(loss)]
+    diverged = len(one.losses) - len(finite)
+    mean = f"{statistics.mean(finite):.4f}" if finite else ""
+    return f"{mean} ({diverged} diverged)".strip() if diverged else mean
 
 
 def _number(value: float | None) -> str:

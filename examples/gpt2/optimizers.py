@@ -78,7 +78,11 @@ def _library_defaults() -> dict[str, str]:
     muon = _arguments(adapprox_jax.adapprox_muon)
     words = {name: str(value) for name, value in muon.items()} | words
     of_muon = {f"muon_{name}": str(muon[name]) for name in ("b1", "b2")}
-    others = {"sampling_threshold": "False", "b2_exponent": "a constant b2"}
+    others = {
+        "sampling_threshold": "False",
+        "b2_exponent": "a constant b2",
+        "embedding_rank": "that of max_rank",
+    }
     return words | of_muon | others
 
 

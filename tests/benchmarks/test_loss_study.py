@@ -10,7 +10,7 @@ pytest.importorskip("grain")
 
 from benchmarks import loss_study
 from benchmarks.loss_entries import GROUPS, Entry
-from benchmarks.loss_study import config_of, entries, tune
+from benchmarks.loss_study import config_of, entries, tune, tuned
 from examples.gpt2 import optimizers
 from examples.gpt2.config import resolve, settings
 from examples.gpt2.run import Result
@@ -61,12 +61,39 @@ def test_every_entry_can_be_built_and_no_two_are_the_same_run():
         ["Adafactor", "Adafactor's means, b2 1 - t^-0.8"],
         ["Adafactor's means, b2 0.99", "Adafactor, b2 0.99"],
         ["adapprox", "rank 8, b2 0.999"],
+        ["adapprox, b2 0.95", "rank 8, b2 0.95"],
+        ["adapprox, b2 0.99", "rank 8, b2 0.99"],
+        ["adapprox, b2 1 - t^-0.8", "rank 8, b2 1 - t^-0.8"],
+        ["adapprox, bias correction", "rank 8, b2 0.999, bias correction"],
     ]
 
 
+def test_a_longer_run_is_of_the_best_in_its_group():
+    for label, entry in GROUPS["longer"].items():
+        same = {**GROUPS["ours"], **GROUPS["opponents"]}[label]
+        assert (entry.optimizer, entry.options, entry.hyper) == (
+            same.optimizer,
+            same.options,
+            same.hyper,
+        )
+
+
 def test_controls_and_choices_are_of_the_first_text_alone():
-    of_prose = {label for text, label, _ in entries(tuple(GROUPS), ("prose",))}
+    of_prose = {label for _, label, _ in entries(tuple(GROUPS), ("prose",))}
     assert of_prose == set(GROUPS["ours"]) | set(GROUPS["opponents"])
+
+
+def test_rates_of_long_runs_are_looked_for_in_short_ones():
+    short, asked_short = parabola(2.0)
+    long, asked_long = parabola(4.0)
+    found = tuned(
+        Entry("adamw", 1.0, seeds=2), "longer", {"larger": short, "longer": long}.__getitem__
+    )
+    assert found.rate == 2.0
+    assert asked_long == [(2.0, 0), (2.0, 1)]
+    assert [run["validation_loss"] for run in found.runs] == [1.0, 2.0]
+    assert len(asked_short) > 3
+    assert tuned(Entry("adamw", 1.0), "longer", lambda _: lambda rate, seed: None) is None
 
 
 @pytest.fixture
@@ -85,6 +112,7 @@ def study(tmp_path, monkeypatch):
 
     group = {"a": Entry("adamw", 1.0, seeds=2), "b": Entry("sm3", 1.0, seeds=1)}
     monkeypatch.setattr(loss_study, "GROUPS", {"ours": group})
+    monkeypatch.setattr(loss_study, "GROUPS_OF", {"code": ("ours",)})
     monkeypatch.setattr(loss_study, "STUDY", tmp_path / "study.jsonl")
     monkeypatch.setattr(loss_study, "load_data", lambda config: Data)
     monkeypatch.setattr(loss_study, "run", pretend)
@@ -120,7 +148,7 @@ def test_the_parts_are_all_the_work(study):
     ("arguments", "words"),
     [
         ({"groups": ("theirs",)}, r"groups has \['theirs'\]; allowed: ours"),
-        ({"texts": ("verse",)}, r"texts has \['verse'\]; allowed: code, prose"),
+        ({"where": ("verse",)}, r"where has \['verse'\]; allowed: code, prose"),
         ({"part": 2, "parts": 2}, "part is 2; allowed: from 0 to parts - 1 = 1"),
     ],
 )

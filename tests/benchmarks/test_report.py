@@ -28,6 +28,9 @@ RESULTS = {
     ("code", "adapprox, cautious decay"): summary([2.9, 3.0], 4.0),
     ("code", "rank 8, b2 0.99"): summary([3.3]),
     ("code", "rank 8, b2 0.99, bias correction"): summary([3.2], rate=2e-3),
+    ("larger", "Muon"): summary([3.3], rate=6e-3),
+    ("longer", "Muon"): summary([2.3], rate=6e-3),
+    ("code", "AdamW, no average"): summary([3.6]),
 }
 
 
@@ -46,6 +49,8 @@ def test_differences_are_paired_by_seed():
         ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 | 0.0500 | 2 | 0.001 |"]),
         ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
         ("steps", ["| adapprox | 20 | 20 |", "| AdamW, b2 0.95, clipped | 20 | 20 |"]),
+        ("longer", ["| Muon | 1.00 | 0.006 | 3.3000 | 2.3000 |"]),
+        ("averages", ["| AdamW |  | 3.6000 |", "| adapprox | 3.1000 |  |"]),
         (
             "claims",
             [
@@ -84,7 +89,7 @@ def rows_of(label, group, losses, missing=()):
     memory = {"state_mib": 1.0, "parameters": 2**19}
     return [
         {
-            "text": "code",
+            "setting": "code",
             "settings": settings(resolve(config_of(entry, "code", rate, seed)), "digest"),
             "validation_loss": losses[seed] if rate == entry.rate else None,
             "curve": [(400, losses[seed])],
@@ -114,7 +119,19 @@ def test_the_pages_are_what_the_records_say():
         assert filled(page, results) == page, f"{name}: run python -m benchmarks.report"
 
 
-def test_the_picture_is_drawn_of_what_there_is(tmp_path):
+@pytest.mark.parametrize("file", report.DRAWINGS)
+def test_the_pictures_are_drawn_of_what_there_is(tmp_path, file):
     path = tmp_path / "picture.png"
-    report.draw(RESULTS, path)
+    report.DRAWINGS[file](RESULTS, path)
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_diverged_is_said_and_left_out_of_differences():
+    one, other = summary([3.0, math.inf, 3.4]), summary([3.1, 3.1, 3.3])
+    mean, error, seeds = difference(one, other)
+    assert (round(mean, 6), round(error, 6), seeds) == (0.0, 0.1, 2)
+    assert math.isnan(difference(summary([math.inf]), other)[0])
+    results = {("code", "SM3"): one, ("code", "CAME"): summary([math.inf])}
+    said = BLOCKS["comparison"](results)
+    assert "| SM3 | 1.00 | 3.2000 (1 diverged) |  | 3 |" in said
+    assert "| CAME | 1.00 | (1 diverged) |  | 1 |" in said

@@ -161,7 +161,9 @@ def test_settings_go_through_json_as_they_are(name):
     assert json.loads(json.dumps(used)) == used
 
 
-@pytest.mark.parametrize("of", [settings, lambda name: optimizers.build(name, 1.0, HYPER, None)])
+@pytest.mark.parametrize(
+    "of", [settings, lambda name: optimizers.build(name, 1.0, HYPER, optimizers.AdapproxOptions())]
+)
 def test_an_unknown_optimizer_is_refused(of):
     with pytest.raises(ValueError, match=r"optimizer must be one of adapprox, .*, got 'sgd'"):
         of("sgd")
@@ -182,3 +184,37 @@ def test_muons_rate_elsewhere_is_that_of_adam():
         moved[rate], _ = tx.update(params, tx.init(params), params)
     np.testing.assert_allclose(moved[0.25]["embedding"], 0.25 * moved[None]["embedding"])
     np.testing.assert_array_equal(moved[0.25]["mlp"], moved[None]["mlp"])
+
+
+@pytest.mark.parametrize("name", ["adapprox", "adamw", "adafactor"])
+def test_a_rate_elsewhere_multiplies_updates_but_not_the_decay(name):
+    params = {"hidden": jnp.ones((128, 128)), "tokens": jnp.full((128, 128), 2.0)}
+    grads = jax.tree.map(lambda x: x * 0.5, params)
+
+    def updates(rate_elsewhere, weight_decay):
+        hyper = optimizers.Hyperparameters(weight_decay=weight_decay)
+        options = optimizers.AdapproxOptions(rate_elsewhere=rate_elsewhere)
+        tx = optimizers.build(name, 0.25, hyper, options)
+        return tx.update(grads, tx.init(params), params)[0]
+
+    plain, scaled = updates(None, 0.5), updates(8.0, 0.5)
+    undecayed = updates(None, 0.0)
+    np.testing.assert_allclose(scaled["hidden"], plain["hidden"], rtol=1e-6)
+    np.testing.assert_allclose(
+        scaled["tokens"], 8 * undecayed["tokens"] - 0.25 * 0.5 * params["tokens"], rtol=1e-6
+    )
+    options = optimizers.AdapproxOptions(rate_elsewhere=8.0)
+    assert optimizers.settings(name, HYPER, options)["rate_elsewhere"] == 8.0
+
+
+def test_the_embedding_can_have_a_rank_of_its_own():
+    params = {"tokens": jnp.ones((128, 256)), "hidden": jnp.ones((128, 256))}
+    options = optimizers.AdapproxOptions(max_rank=4, embedding_rank=16)
+    state = optimizers.build("adapprox", 1e-3, HYPER, options).init(params)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert {(128, 16), (256, 16), (128, 4), (256, 4)} <= shapes
+    assert settings("adapprox", embedding_rank=16)["embedding_rank"] == 16
+
+
+def test_an_infinite_threshold_is_a_word_in_the_records():
+    assert settings("adapprox", clipping_threshold=float("inf"))["clipping_threshold"] == "inf"
