@@ -12,7 +12,7 @@ import pathlib
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,16 +34,18 @@ RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 VOCABULARY = 512
 
 
-def second_moments(width: int, layers: int, steps: int) -> dict[str, jax.Array]:
+def second_moments(
+    width: int, layers: int, steps: Sequence[int]
+) -> dict[int, dict[str, jax.Array]]:
     """Trains a GPT-2 by Adam and returns the exact second moments of its matrices, by path.
 
     Args:
       width: Size of the residual stream.
       layers: Number of blocks.
-      steps: Updates of four windows of 128 tokens.
+      steps: Updates, of four windows of 128 tokens, after which they are taken; rising.
 
     Returns:
-      Matrices (m, n), m <= n.
+      By step, matrices (m, n), m <= n.
     """
     config = GPTConfig(layers, width, width // 64, context=128, vocabulary=VOCABULARY)
     cache = pathlib.Path("runs/data")
@@ -59,15 +61,21 @@ def second_moments(width: int, layers: int, steps: int) -> dict[str, jax.Array]:
 
     state = jax.jit(tx.init)(params)
     windows = batches(tokens, config.context, 4, 0)
-    for _ in tqdm(range(steps), desc="training", unit="step"):
+    found = {}
+    for number in tqdm(range(1, steps[-1] + 1), desc="training", unit="step"):
         params, state = step(params, state, jnp.asarray(next(windows)))
+        if number in steps:
+            found[number] = _large_matrices(jax.device_get(optax.tree.get(state, "nu")))
     windows.close()
-    nu = optax.tree.get(state, "nu")
+    return found
+
+
+def _large_matrices(nu: Any) -> dict[str, jax.Array]:
     leaves = jax.tree_util.tree_leaves_with_path(nu)
     return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): v
+        jax.tree_util.keystr(path, simple=True, separator="/"): jnp.asarray(v)
         if v.shape[0] <= v.shape[1]
-        else v.T
+        else jnp.asarray(v.T)
         for path, v in leaves
         if v.ndim == 2 and min(v.shape) >= 512
     }
@@ -165,7 +173,7 @@ def main(
         )
     if not ranks or not 1 <= min(ranks) <= max(ranks) <= width:
         raise SystemExit(f"{ranks=}; allowed: integers from 1 to width = {width}.")
-    moments = second_moments(width, layers, steps)
+    moments = second_moments(width, layers, [steps])[steps]
     if not moments:
         raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
     device = jax.devices()[0].device_kind

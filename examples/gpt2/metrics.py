@@ -129,6 +129,7 @@ def validate(
     report = adapprox_jax.rank_report(state.opt_state, state.params)
     if report:
         row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
+        row["errors"] = {leaf: float(np.max(info.error)) for leaf, info in report.items()}
         row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
         row["state_mib"] = nbytes(state.opt_state) / MIB
         earlier = (old.get("peak_state_mib", 0) for old in metrics.rows)

@@ -60,6 +60,29 @@ def plot_comparison(
     _save(figure, path)
 
 
+def plot_ranks(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+    """Draws rank and error of every matrix over the steps of a run, as two heat maps.
+
+    Args:
+      rows: Of a run's metrics, with `step`, and `ranks` and `errors` by matrix.
+      path: The PNG to write.
+    """
+    leaves = sorted(rows[0]["ranks"], key=lambda leaf: (_kind(leaf), leaf))
+    figure = Figure(figsize=(13, 2 + 0.25 * len(leaves)))
+    figure.set_layout_engine("constrained")
+    titles = {"ranks": "rank", "errors": "relative error of the last factorization"}
+    for axes, (name, title) in zip(figure.subplots(1, 2, sharey=True), titles.items(), strict=True):
+        values = np.array([[np.max(row[name][leaf]) for row in rows] for leaf in leaves], float)
+        image = axes.imshow(values, aspect="auto", interpolation="nearest")
+        every = max(len(rows) // 10, 1)
+        places = range(0, len(rows), every)
+        axes.set(xlabel="step", title=title)
+        axes.set_xticks(places, [str(rows[i]["step"]) for i in places])
+        figure.colorbar(image, ax=axes)
+    figure.axes[0].set_yticks(range(len(leaves)), leaves, fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
 def _kind(leaf: str) -> str:
     """A leaf's path without the number of its block: those of one kind share a colour."""
     return ".".join(re.findall(r"[A-Za-z_]\w*", leaf.replace("blocks", "").replace("kernel", "")))

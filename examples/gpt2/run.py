@@ -1,7 +1,7 @@
 """One run, from its settings to its results.
 
 A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`,
-`curves.png` and `sample.txt`.
+`curves.png`, `sample.txt` and, where ranks adapt, `ranks.png`.
 """
 
 import contextlib
@@ -161,8 +161,12 @@ def _validation(config: Config, data: text.Data) -> np.ndarray:
 
 
 def finish(config: Config, data: text.Data, model: gpt.GPT, rows: list[dict[str, Any]]) -> None:
-    """Draws the curves and prints a sample, begun with the first tokens of the validation split."""
+    """Draws curves and ranks; prints a sample that begins as the validation split does."""
     plots.plot_run(rows, config.out / "curves.png")
+    if optimizers.ranks_adapt(config.optimizer, config.hyper, config.adapprox):
+        of_ranks = [row for row in rows if "errors" in row]
+        if of_ranks:
+            plots.plot_ranks(of_ranks, config.out / "ranks.png")
     prompt = np.asarray(data.validation[: min(16, config.context)], np.int32)
     key = jax.random.key(config.seed)
     sample = gpt.generate(

@@ -16,7 +16,7 @@ def test_errors_are_between_those_of_adafactor_and_the_svd(tmp_path, monkeypatch
     moments = {
         str(seed): jnp.square(jax.random.normal(jax.random.key(seed), (32, 64))) for seed in (0, 1)
     }
-    monkeypatch.setattr(srsi, "second_moments", lambda *_: moments)
+    monkeypatch.setattr(srsi, "second_moments", lambda *_: {100: moments})
     path = tmp_path / "srsi.json"
     srsi.main(width=64, ranks=(1, 8), rounds=1, output=path)
     records = json.loads(path.read_text())["records"]
@@ -32,7 +32,8 @@ def test_errors_are_between_those_of_adafactor_and_the_svd(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_second_moments_come_from_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    moments = srsi.second_moments(width=512, layers=1, steps=2)
+    early, moments = srsi.second_moments(width=512, layers=1, steps=(1, 2)).values()
+    assert all((early[name] != moment).any() for name, moment in moments.items())
     assert {matrix.shape for matrix in moments.values()} == {(512, 512), (512, 1536), (512, 2048)}
     assert all(float(matrix.min()) >= 0 < float(matrix.max()) for matrix in moments.values())
 
