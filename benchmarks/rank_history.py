@@ -41,6 +41,7 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         config = Config(
             steps=steps,
+            warmup=min(20, steps // 2),
             eval_every=every,
             eval_batches=1,
             adapprox=AdapproxOptions(
