@@ -20,6 +20,7 @@ from adapprox_jax.second_moment import scale_by_adapprox
 from adapprox_jax.second_moment_decay import increasing_decay
 from adapprox_jax.settings import MUON_STATIC_ARGS, STATIC_ARGS
 from adapprox_jax.state import ScaleByAdapproxState
+from adapprox_jax.state_shardings import state_shardings
 from adapprox_jax.weight_decay import add_cautious_weight_decay
 
 __version__ = version("adapprox_jax")
@@ -55,4 +56,5 @@ __all__ = [
     "sigmoid_growth",
     "srsi",
     "state_nbytes",
+    "state_shardings",
 ]

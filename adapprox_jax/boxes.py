@@ -60,6 +60,15 @@ def rebox_axes(box: Any, value: Any, axes: Sequence[int | None]) -> Any:
     return value
 
 
+def named_axes(box: Any) -> tuple[Any, ...]:
+    """The names that a box has for the axes of its array, of the mesh where it knows rules."""
+    if _is_linen(box):
+        return tuple(box.get_partition_spec())
+    metadata = box.get_metadata()
+    found = [metadata[entry] for entry in _NNX_AXIS_ENTRIES if metadata.get(entry) is not None]
+    return tuple(getattr(found[0], "spec", found[0])) if found else ()
+
+
 def select_axes(names: Any, axes: Sequence[int | None]) -> tuple[Any, ...]:
     """The entries of `names`, one for each axis or fewer, at `axes`; None for a new axis."""
     names = tuple(getattr(names, "spec", names))  # a NamedSharding has its names in its spec

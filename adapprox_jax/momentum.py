@@ -206,11 +206,11 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
     if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[-1] < BLOCK:
         return jax.tree.map(jnp.zeros_like, param), jnp.zeros(())
     axes = range(leaf.ndim)
-    like = quantized_like(leaf.shape, bits)
-    # The number of blocks need not be divisible by what the last axis is sharded over.
+    # Names in a box are taken as they are, where the blocks may not be divisible by the devices.
+    named = (axes, (*axes[:-1], None))
     codes, scales = (
-        rebox_axes(param, full_along(leaf, of, x.shape, 0, x.dtype), of)
-        for x, of in zip(like, (axes, (*axes[:-1], None)), strict=True)
+        rebox_axes(param, full_along(leaf, axes, x.shape, 0, x.dtype), of)
+        for x, of in zip(quantized_like(leaf.shape, bits), named, strict=True)
     )
     return codes, scales
 
