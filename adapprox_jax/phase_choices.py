@@ -157,7 +157,7 @@ def turned(found: Sequence[ThinFactors], choices: Sequence[Choice]) -> list[Thin
     results = list(found)
     turns = {i: choice.turn for i, choice in enumerate(choices) if choice.turn is not None}
     pairs = [(x, turn) for i, turn in turns.items() for x in found[i]]
-    in_order = together(products, pairs)
+    in_order = together(products, pairs, have_sides=True)
     for i, q, u in zip(turns, in_order[::2], in_order[1::2], strict=True):
         results[i] = q, u
     return results

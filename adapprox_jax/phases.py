@@ -118,11 +118,13 @@ def _step_stacks(
         return ORTHONORMALIZE[subspace.orthogonalization](added, rounds)
 
     images = sweep(image_of, plans, stacks)
-    bases = together(orthonormalize, [image for image, _ in images])
-    units = [power_of_two_below(x) for x in together(_largest, [largest for _, largest in images])]
+    bases = together(orthonormalize, [image for image, _ in images], have_sides=True)
+    largest = together(_largest, [largest for _, largest in images], have_sides=True)
+    units = [power_of_two_below(x) for x in largest]
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(stacks, bases)
-        bases = together(orthonormalize, sweep(normal_image_of, plans, stacks, bases))
+        images_again = sweep(normal_image_of, plans, stacks, bases)
+        bases = together(orthonormalize, images_again, have_sides=True)
     stacks, bases = _made_anew(stacks, bases)
     found = list(zip(bases, sweep(project, plans, stacks, bases), strict=True))
 
@@ -142,7 +144,7 @@ def _as_stacks(
 ) -> list[Matrices]:
     """Gradients and states with what tells how large the targets are."""
     us = [state.u.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad, state in leaves]
-    largest = together(_largest, us)
+    largest = together(_largest, us, have_sides=True)
     grads = [grad for grad, _ in leaves]
     scales = each(scale_of, plans, grads, largest)
     return [

@@ -30,6 +30,7 @@ from adapprox_jax.settings import (
     Storage,
     Subspace,
 )
+from adapprox_jax.sharding import replicated
 from adapprox_jax.state import (
     LeafState,
     ScaleByAdapproxState,
@@ -248,4 +249,4 @@ def draw_for_all(key: jax.Array, updates: Any, leaves: Any, settings: Settings) 
         # Not one of the keys that the starts are drawn with.
         shape = (2, longest, max(rounded))
         rounding = jax.random.bits(jax.random.fold_in(key, 2), shape, jnp.uint16)
-    return Draws(draw_start(key, longest, widest, dtype), rounding)
+    return replicated(Draws(draw_start(key, longest, widest, dtype), rounding))

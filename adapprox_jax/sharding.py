@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from adapprox_jax.boxes import select_axes
 
@@ -78,6 +78,31 @@ def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Call
         lambda _, sharding: replicated if sharding is None else sharding, results_like, shardings
     )
     return jax.sharding.auto_axes(function, out_sharding=out_sharding)
+
+
+def is_on_mesh() -> bool:
+    """Whether code runs under a mesh (`jax.set_mesh`) over whose axes the compiler divides arrays.
+
+    Not in a `jax.shard_map` over all axes: there every device has arrays of its own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    divided = [
+        size
+        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    ]
+    return math.prod(divided) > 1
+
+
+def replicated(tree: Any) -> Any:
+    """Arrays that serve differently sharded ones, on all devices, if a mesh is in use.
+
+    Else the compiler shards them as suits one of those they serve, and moves them for all others.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not is_on_mesh() or mesh.manual_axes or mesh.explicit_axes:
+        return tree
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 
 
 def varying_alike(tree: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.sharding import explicit_sharding
+from adapprox_jax.sharding import explicit_sharding, is_on_mesh
 
 _SMALL = 10**5  # numbers of an array that may be copied
 
@@ -20,14 +20,21 @@ class Grouping(NamedTuple):
     sizes: list[int]  # of the leading axes
 
 
-def grouping_of(trees: Sequence[Any]) -> Grouping:
-    """Groups stacks, each an array or a tree of arrays with one leading axis."""
+def grouping_of(trees: Sequence[Any], *, have_sides: bool = False) -> Grouping:
+    """Groups stacks.
+
+    Args:
+      trees: Each an array or a tree of arrays with one leading axis.
+      have_sides: Whether other axes are sides of a parameter. On a mesh these may be divided over
+        the devices in another way for each, so that nothing is put together there.
+    """
     kinds: dict[Any, dict[Any, list[int]]] = {}
+    alone = have_sides and is_on_mesh()
     for i, tree in enumerate(trees):
         arrays = jax.tree.leaves(tree)
         # Of one type are arrays that also vary over the same axes under `jax.shard_map`.
         kind = tuple(jax.typeof(jnp.zeros_like(x, shape=())) for x in arrays)
-        shape = tuple((x.shape[1:], explicit_sharding(x)) for x in arrays)
+        shape = i if alone else tuple((x.shape[1:], explicit_sharding(x)) for x in arrays)
         kinds.setdefault(kind, {}).setdefault(shape, []).append(i)
     sizes = [jax.tree.leaves(tree)[0].shape[0] for tree in trees]
     return Grouping([list(groups.values()) for groups in kinds.values()], sizes)
@@ -55,17 +62,23 @@ def part(joined: Sequence[Sequence[Any]], grouping: Grouping) -> list[Any]:
     return [parts[i] for i in range(len(grouping.sizes))]
 
 
-def together(function: Callable[[list[Any]], Sequence[Any]], trees: Sequence[Any]) -> list[Any]:
+def together(
+    function: Callable[[list[Any]], Sequence[Any]],
+    trees: Sequence[Any],
+    *,
+    have_sides: bool = False,
+) -> list[Any]:
     """Calls a function of a list of stacks with those of one shape put together as one.
 
     Args:
       function: Of a list of stacks of one type to as many results of the same leading sizes.
       trees: Stacks, each an array or a tree of arrays with one leading axis.
+      have_sides: As in `grouping_of`.
 
     Returns:
       The results in the order of the trees.
     """
-    grouping = grouping_of(trees)
+    grouping = grouping_of(trees, have_sides=have_sides)
     return part([function(groups) for groups in join(trees, grouping)], grouping)
 
 
@@ -76,7 +89,9 @@ def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """
     results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > _SMALL}
     small = [i for i in range(len(stacks)) if i not in results]
-    sums = together(lambda groups: [_sum(x) for x in groups], [stacks[i] for i in small])
+    sums = together(
+        lambda groups: [_sum(x) for x in groups], [stacks[i] for i in small], have_sides=True
+    )
     results.update(zip(small, sums, strict=True))
     return [results[i] for i in range(len(stacks))]
 

@@ -1,4 +1,4 @@
-"""Four CPU devices for the tests of sharding, and little time spent on compilation.
+"""Eight CPU devices for the tests of sharding, and little time spent on compilation.
 
 Most of the suite's time is compilation, and many tests compile what another has compiled: the
 same functions made anew. A folder of programs, which JAX reads and fills, spares them that. It is
@@ -16,7 +16,7 @@ import tempfile
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 

@@ -1,0 +1,139 @@
+"""Few bytes between devices: what the compiled text of a step on eight of them says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import adapprox_jax
+from tests.distributed.collectives import collectives_of, numbers_moved
+
+SPECS = {
+    "rows": P(("x", "y"), None),
+    "columns": P(None, ("x", "y")),
+    "both": P("x", "y"),
+    "both transposed": P("y", "x"),
+}
+M, N, RANK = 256, 1024, 16
+MOST = 1.2 * (M + N) * RANK  # numbers moved a matrix and step
+
+
+@pytest.fixture
+def mesh():
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def parameters(mesh, names, batch=(), copies=1):
+    return {
+        f"{name} {i}": jax.ShapeDtypeStruct(
+            (*batch, M, N),
+            jnp.float32,
+            sharding=NamedSharding(mesh, P(*(None for _ in batch), *SPECS[name])),
+        )
+        for name in names
+        for i in range(copies)
+    }
+
+
+def compiled(tx, params):
+    """The step of an optimizer, with state and parameters in place."""
+    shardings = adapprox_jax.state_shardings(tx, params)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, params),
+        shardings,
+    )
+    of_params = {name: x.sharding for name, x in params.items()}
+
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    placed = jax.jit(step, donate_argnums=(0, 1), out_shardings=(of_params, shardings))
+    return placed.lower(params, state, params).compile()
+
+
+def of_step(tx, params):
+    return collectives_of(compiled(tx, params).as_text())
+
+
+@pytest.mark.parametrize("batch", [(), (3,)], ids=["plain", "stacked"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_step_moves_less_than_the_factors(mesh, in_phases, name, batch):
+    in_phases()
+    found = of_step(adapprox_jax.adapprox(1e-3, max_rank=RANK), parameters(mesh, [name], batch))
+    matrices = int(np.prod(batch))
+    assert 0 < numbers_moved(found) <= MOST * matrices
+    assert {one.kind for one in found} == {"all-reduce"}
+    assert len(found) <= 10
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_so_it_does_on_cpus_where_leaves_are_worked_on_one_by_one(mesh, name):
+    found = of_step(adapprox_jax.adapprox(1e-3, max_rank=RANK), parameters(mesh, [name]))
+    assert 0 < numbers_moved(found) <= MOST
+    assert max(max(one.sizes) for one in found) < M * N
+
+
+@pytest.mark.parametrize("mu_dtype", [None, "int8"])
+def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh, in_phases, mu_dtype):
+    """Nothing is gathered, and more leaves take few collectives more: they share them."""
+    in_phases()
+    tx = adapprox_jax.adapprox(1e-3, max_rank=RANK, mu_dtype=mu_dtype)
+    few, many = (of_step(tx, parameters(mesh, SPECS, copies=copies)) for copies in (1, 3))
+    for found, leaves in ((few, 4), (many, 12)):
+        assert {one.kind for one in found} == {"all-reduce"}
+        assert numbers_moved(found) <= MOST * leaves
+    # Eight leaves more.
+    assert len(many) - len(few) <= 16
+    assert len(few) <= 24  # those of different groups of devices cannot be one
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [dict(max_rank=4), dict(initial_rank=1, max_rank=8, error_threshold=0.1)],
+    ids=["fixed", "adaptive"],
+)
+@pytest.mark.parametrize("way", ["phases", "one by one"])
+def test_updates_are_those_of_one_device(mesh, request, settings, way):
+    if way == "phases":
+        request.getfixturevalue("in_phases")()
+    tx = adapprox_jax.adapprox(1e-2, min_dim_size_to_factor=1, **settings)
+    specs = {"a": P("x", "y"), "b": P("y", "x"), "c": P(None, "x", "y"), "d": P("y")}
+    shapes = {"a": (48, 64), "b": (64, 48), "c": (3, 48, 64), "d": (64,)}
+
+    def values(seed, place):
+        rng = np.random.default_rng(seed)
+        return {
+            name: place(name, rng.normal(size=shape).astype(np.float32))
+            for name, shape in shapes.items()
+        }
+
+    def two_updates(place, of_state):
+        params = values(0, place)
+        state = of_state(params)
+        update = jax.jit(tx.update)
+        for seed in (1, 2):
+            updates, state = update(values(seed, place), state, params)
+        return jax.device_get((updates, state[0].rank))
+
+    def on_mesh(name, value):
+        return jax.device_put(value, NamedSharding(mesh, specs[name]))
+
+    def born(params):
+        return jax.jit(tx.init, out_shardings=adapprox_jax.state_shardings(tx, params))(params)
+
+    actual, ranks = two_updates(on_mesh, born)
+    one = jax.make_mesh((1,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with jax.set_mesh(one):
+        expected, expected_ranks = two_updates(lambda _, value: value, jax.jit(tx.init))
+    for name in shapes:
+        np.testing.assert_allclose(actual[name], expected[name], atol=1e-4 * 1e-2, err_msg=name)
+        np.testing.assert_array_equal(ranks[name], expected_ranks[name])
