@@ -5,12 +5,14 @@ import dataclasses
 import grain
 import numpy as np
 
+from examples.gpt2.data import Tokens
+
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
     """Tokens seen as consecutive windows of `context` inputs and the target after the last one."""
 
-    tokens: np.ndarray
+    tokens: np.ndarray | Tokens
     context: int
 
     def __len__(self) -> int:
@@ -24,7 +26,7 @@ class Windows:
 
 
 def batches(
-    tokens: np.ndarray, context: int, batch_size: int, seed: int
+    tokens: np.ndarray | Tokens, context: int, batch_size: int, seed: int
 ) -> grain.DatasetIterator[np.ndarray]:
     """Endless batches of shape (batch_size, context + 1), each epoch in a new order.
 
@@ -33,11 +35,13 @@ def batches(
     """
     dataset = grain.MapDataset.source(Windows(tokens, context)).seed(seed).shuffle().repeat()
     dataset = dataset.batch(batch_size, drop_remainder=True)
-    # Reading is a copy out of a memory map: one thread ahead of the training is plenty.
+    # Reading is a copy out of the system's cache: one thread ahead of the training is plenty.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def validation_batches(tokens: np.ndarray, context: int, batch_size: int, count: int) -> np.ndarray:
+def validation_batches(
+    tokens: np.ndarray | Tokens, context: int, batch_size: int, count: int
+) -> np.ndarray:
     """At most `count` batches spread evenly over a split: the same for every run and seed.
 
     Returns:

@@ -1,8 +1,14 @@
-"""Checkpoints of a run: all that the next step depends on."""
+"""Checkpoints of a run: all that the next step depends on.
 
+Each has a file of checksums, made when it is whole. One that was cut, altered or half deleted since
+is put aside, by name, and the one before it is used.
+"""
+
+import contextlib
+import hashlib
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -13,15 +19,38 @@ import adapprox_jax
 from examples.gpt2.config import UsageError, option_of
 from examples.gpt2.step import TrainState
 
+CHECKSUMS = "checksums.json"
 
-def open_checkpoints(out: pathlib.Path) -> ocp.CheckpointManager:
-    """The checkpoints of a run, the last two of which are kept.
 
-    Saving is not asynchronous: on a CPU the arrays would still be read while the next step,
-    which they are donated to, writes to them.
+class StorageError(RuntimeError):
+    """A checkpoint could not be written; the message is one line that says where and why."""
+
+
+@contextlib.contextmanager
+def open_checkpoints(out: pathlib.Path) -> Iterator[ocp.CheckpointManager]:
+    """The checkpoints of a run, the last two of which are kept; all are sealed at the end.
+
+    On a CPU saving is not asynchronous: the arrays would still be read while the next step, which
+    they are donated to, writes to them. An accelerator's are copied to the host first.
     """
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
-    return ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+    is_async = jax.default_backend() != "cpu"
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=is_async)
+    with contextlib.closing(
+        ocp.CheckpointManager((out / "checkpoints").absolute(), options=options)
+    ) as checkpoints:
+        yield checkpoints
+        with _in_one_line(checkpoints, "the last checkpoint"):
+            seal(checkpoints)
+
+
+@contextlib.contextmanager
+def _in_one_line(checkpoints: ocp.CheckpointManager, what: str) -> Iterator[None]:
+    """Within, what goes wrong is a `StorageError`: TensorStore has no errors of its own."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise StorageError(f"{checkpoints.directory}: {what} cannot be written: {reason}") from None
 
 
 def save(
@@ -31,8 +60,15 @@ def save(
     batches: grain.DatasetIterator,
     used: dict[str, Any],
 ) -> None:
-    """Saves all that the next step depends on, unless this step is saved already."""
-    if checkpoints.latest_step() != step:
+    """Saves all that the next step depends on, unless this step is saved already.
+
+    Raises:
+      StorageError: If it cannot be written. The checkpoints before it stay.
+    """
+    if checkpoints.latest_step() == step:
+        return
+    with _in_one_line(checkpoints, f"the checkpoint of step {step}"):
+        seal(checkpoints)  # the one before, which is whole by now
         report = adapprox_jax.rank_report(state.opt_state, state.params)
         extra = {
             "data": batches.get_state(),
@@ -46,6 +82,46 @@ def save(
                 state=ocp.args.StandardSave(state._asdict()), extra=ocp.args.JsonSave(extra)
             ),
         )
+        if not checkpoints.is_saving_in_progress():
+            seal(checkpoints)
+
+
+def seal(checkpoints: ocp.CheckpointManager) -> None:
+    """Writes the checksums of checkpoints that are whole and have none, once saving has ended."""
+    checkpoints.wait_until_finished()
+    for step in checkpoints.all_steps():
+        folder = pathlib.Path(checkpoints.directory) / str(step)
+        if not (folder / CHECKSUMS).exists():
+            temporary = folder / f"{CHECKSUMS}.partial"
+            temporary.write_text(json.dumps(_checksums(folder), indent=1) + "\n")
+            temporary.rename(folder / CHECKSUMS)
+
+
+def damage_of(folder: pathlib.Path) -> str | None:
+    """What of a checkpoint is not as it was saved, in words; None where all is, or is not known."""
+    try:
+        known = json.loads((folder / CHECKSUMS).read_text())
+    except FileNotFoundError:
+        return None  # ended between the checkpoint and its checksums
+    except (ValueError, OSError):
+        return f"{CHECKSUMS} cannot be read"
+    found = _checksums(folder)
+    for name, checksum in known.items():
+        if name not in found:
+            return f"{name} is missing"
+        if found[name] != checksum:
+            return f"{name} was altered"
+    return None
+
+
+def _checksums(folder: pathlib.Path) -> dict[str, str]:
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and not path.name.startswith(CHECKSUMS):
+            with open(path, "rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(folder).as_posix()] = digest
+    return found
 
 
 def restore(
@@ -54,29 +130,66 @@ def restore(
     batches: grain.DatasetIterator,
     used: dict[str, Any],
 ) -> tuple[int, TrainState]:
-    """Returns the last saved step and state, and sets the data to its position.
+    """Returns the last good step and its state, and sets the data to its position.
 
-    The factor buffers have the widths that they were saved with, whatever those of `state` are.
+    The factor buffers have the widths that they were saved with, whatever those of `state` are, and
+    the arrays lie as those of `state`. Damaged checkpoints are named and put beside the good ones.
 
     Raises:
-      UsageError: If there is no checkpoint or it is of a run with other settings or parameters.
+      UsageError: If there is no good checkpoint, or it is of a run with other settings or
+        parameters.
     """
-    step = checkpoints.latest_step()
-    if step is None:
-        raise UsageError(f"--resume: there is no checkpoint in {checkpoints.directory}")
+    for step in sorted(checkpoints.all_steps(), reverse=True):
+        folder = pathlib.Path(checkpoints.directory) / str(step)
+        damage = damage_of(folder)
+        if damage is None:
+            try:
+                return step, _restored(checkpoints, step, state, batches, used)
+            except UsageError:
+                raise
+            except Exception as error:  # of Orbax, TensorStore or msgpack, as the damage has it
+                damage = f"cannot be read: {' '.join(str(error).split())[:200]}"
+        kept = folder.parents[1] / "damaged" / folder.name
+        kept.parent.mkdir(exist_ok=True)
+        folder.rename(free_name(kept))
+        print(f"{folder}: {damage}; it is now in {kept.parent}")
+        checkpoints.reload()
+    raise UsageError(f"--resume: there is no checkpoint in {checkpoints.directory} that is whole")
+
+
+def free_name(path: pathlib.Path) -> pathlib.Path:
+    """A path, with a number behind it where there is something already."""
+    number, name = 1, path
+    while name.exists():
+        name = path.with_name(f"{path.name}.{number}")
+        number += 1
+    return name
+
+
+def _restored(
+    checkpoints: ocp.CheckpointManager,
+    step: int,
+    state: TrainState,
+    batches: grain.DatasetIterator,
+    used: dict[str, Any],
+) -> TrainState:
     extra = checkpoints.restore(step, args=ocp.args.Composite(extra=ocp.args.JsonRestore())).extra
-    differences = _other_settings(extra["settings"], used)
+    before = dict(extra["settings"])
+    if used.get("steps", 0) > before.get("steps", 0):
+        before["steps"] = used["steps"]  # a run may be made longer
+    differences = _other_settings(before, used)
     if differences:
         raise UsageError(f"--resume: the checkpoint is of other settings: {differences}")
     differences = _differences(extra["shapes"], _shapes(state.params), "".join)
     if differences:
         raise UsageError(f"--resume: the checkpoint is of other parameters: {differences}")
-    batches.set_state(extra["data"])
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     target = target._replace(opt_state=adapprox_jax.resize(target.opt_state, extra["capacities"]))
     target = target._asdict()
     arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
-    return step, TrainState(**checkpoints.restore(step, args=arguments).state)
+    restored = TrainState(**checkpoints.restore(step, args=arguments).state)
+    batches.set_state(extra["data"])
+    return restored
 
 
 def _other_settings(old: dict[str, Any], new: dict[str, Any]) -> str:

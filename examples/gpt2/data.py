@@ -1,4 +1,4 @@
-"""Text to tokens: files -> split -> tokens in a memory-mapped file.
+"""Text to tokens: files -> split -> tokens in a file.
 
 The text is the Python source of the running interpreter's standard library (real text that is on
 every machine), or any UTF-8 text file or folder. Files are split into training and validation by
@@ -39,13 +39,45 @@ class DataError(ValueError):
     """The text cannot be used; the message is one line that says why and what is allowed."""
 
 
+class Tokens:
+    """Tokens in a file, read when they are asked for.
+
+    Not mapped into memory: if the file were cut while it is in use, the process would be killed.
+    """
+
+    def __init__(self, path: pathlib.Path, dtype: np.dtype, count: int):
+        self._path, self._dtype, self._count = path, dtype, count
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (for as long as this lives)
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._count
+
+    def __getitem__(self, part: slice) -> np.ndarray:
+        """The tokens of a slice without a step.
+
+        Raises:
+          DataError: If the file is shorter than it was.
+        """
+        start, stop, _ = part.indices(self._count)
+        size = self._dtype.itemsize
+        wanted = max(stop - start, 0) * size
+        read = os.pread(self._file.fileno(), wanted, start * size)
+        if len(read) != wanted:
+            raise DataError(
+                f"{self._path}: was cut while it was in use; remove its folder, which the next run"
+                " makes anew"
+            )
+        return np.frombuffer(read, self._dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Both splits as memory-mapped tokens, and what turns tokens back into text."""
+    """Both splits as tokens in files, and what turns tokens back into text."""
 
     key: str  # names the text and the settings: equal keys, equal tokens
-    train: np.ndarray
-    validation: np.ndarray
+    train: Tokens
+    validation: Tokens
     vocabulary: int
     processor: sentencepiece.SentencePieceProcessor | None  # None for bytes
 
@@ -85,6 +117,7 @@ def load(
     if not (folder / "train.tokens").exists():
         _write(folder, texts, tokenizer, vocabulary)
     meta = json.loads((folder / "meta.json").read_text())
+    dtype = np.dtype(meta["dtype"])
     splits = {}
     for name in ("train", "validation"):
         count = meta[name]
@@ -94,7 +127,13 @@ def load(
                 f"context of {context} needs at least {context + 1} (try a longer text, "
                 f"a smaller --context or --tokenizer bytes)"
             )
-        splits[name] = np.memmap(folder / f"{name}.tokens", dtype=meta["dtype"], mode="r")
+        file = folder / f"{name}.tokens"
+        if file.stat().st_size != count * dtype.itemsize:
+            raise DataError(
+                f"{file}: has {file.stat().st_size} bytes, {count * dtype.itemsize} expected;"
+                f" remove {folder}, which the next run makes anew"
+            )
+        splits[name] = Tokens(file, dtype, count)
     processor = None
     if tokenizer == "sentencepiece":
         processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,15 +19,32 @@ from examples.gpt2.step import TrainState
 LOG_EVERY = 10  # steps whose losses are fetched at once, so that the next ones need not wait
 
 
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM, as schedulers do before they take a machine away."""
+
+
+class Interruptions:
+    """What signals asked for since they are listened to."""
+
+    def __init__(self) -> None:
+        self.kind: type[KeyboardInterrupt] | None = None
+
+    def hear(self, number: int, _: Any) -> None:
+        """A handler of signals."""
+        self.kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def interruptions() -> Iterator[threading.Event]:
-    """Within, Ctrl-C sets the event in place of ending the program."""
-    event = threading.Event()
-    previous = signal.signal(signal.SIGINT, lambda *_: event.set())
+def interruptions() -> Iterator[Interruptions]:
+    """Within, Ctrl-C and SIGTERM are noted in place of ending the program."""
+    heard = Interruptions()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    previous = [signal.signal(number, heard.hear) for number in numbers]
     try:
-        yield event
+        yield heard
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +78,8 @@ def loop(
 ) -> TrainState:
     """Takes the steps after `start`; records, validates and saves at their intervals.
 
-    Buffers that may be widened are looked at every `LOG_EVERY` steps. Ctrl-C is heard between two
-    steps.
+    Buffers that may be widened are looked at every `LOG_EVERY` steps. Ctrl-C and SIGTERM
+    are heard between two steps.
 
     Args:
       plan: How long, and when.
@@ -79,7 +95,7 @@ def loop(
 
     Raises:
       DivergedError: If a loss is not finite.
-      KeyboardInterrupt: After Ctrl-C, when the state is saved.
+      KeyboardInterrupt: After Ctrl-C, when the state is saved; `Terminated` after SIGTERM.
     """
     waiting: list[jax.Array] = []  # losses of the steps since the last record
     clock = time.perf_counter()
@@ -90,7 +106,7 @@ def loop(
         for step in range(start + 1, plan.steps + 1):
             state, loss = actions.step(state, next(batches))
             waiting.append(loss)
-            last, stop = step == plan.steps, interrupted.is_set()
+            last, stop = step == plan.steps, interrupted.kind is not None
             to_check = last or step % plan.eval_every == 0
             to_save = last or stop or step % plan.checkpoint_every == 0
             if to_check or to_save or step % LOG_EVERY == 0:
@@ -108,6 +124,7 @@ def loop(
                 if to_save:
                     actions.save(step, state)
                 waiting, clock = [], time.perf_counter()
-            if stop and not last:
-                raise KeyboardInterrupt(f"interrupted after step {step} of {plan.steps}")
+            if interrupted.kind is not None and stop and not last:
+                word = "terminated" if interrupted.kind is Terminated else "interrupted"
+                raise interrupted.kind(f"{word} after step {step} of {plan.steps}")
     return state

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 import adapprox_jax
 from examples.gpt2 import records
+from examples.gpt2.config import UsageError
 from examples.gpt2.elastic import IsFull
 from examples.gpt2.step import TrainState
 
@@ -27,8 +28,17 @@ class Metrics:
     """Rows of numbers, appended to `metrics.jsonl` and to TensorBoard; `rows` has all of them."""
 
     def __init__(self, out: pathlib.Path, step: int):
-        """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped."""
+        """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped.
+
+        Raises:
+          UsageError: If there is no file of the rows up to `step`.
+        """
         path = out / "metrics.jsonl"
+        if step and not path.exists():
+            raise UsageError(
+                f"--resume: {path} is missing, with the losses up to step {step}; put it back, or"
+                " make an empty file of that name to go on without them"
+            )
         self.rows = [row for row in records.read(path) if row["step"] <= step]
         path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)

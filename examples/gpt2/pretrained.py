@@ -10,6 +10,7 @@ import optax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from examples.gpt2.checkpoints import damage_of
 from examples.gpt2.hugging_face import CONFIG, CheckpointError, read_hugging_face
 from examples.gpt2.model import GPT, GPTConfig
 from examples.gpt2.tokens import Tokenizer, byte_tokenizer, read_sentencepiece, read_tokenizer
@@ -138,6 +139,9 @@ def _restored(folder: pathlib.Path, wanted: tuple[str, ...]) -> Any:
         step = checkpoints.latest_step()
         if step is None:
             raise ValueError("it has no checkpoint")
+        damage = damage_of(folder / str(step))
+        if damage is not None:
+            raise ValueError(f"{step}: {damage}")
         known = checkpoints.item_metadata(step).state
         known = getattr(known, "tree", known)
 

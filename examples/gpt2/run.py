@@ -5,8 +5,6 @@ A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `c
 """
 
 import contextlib
-import json
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from examples.gpt2 import model as gpt
 from examples.gpt2.batches import batches as training_batches
 from examples.gpt2.batches import validation_batches
 from examples.gpt2.config import Config, UsageError, gpt_config, load_data, resolve, settings
+from examples.gpt2.folder import run_folder
 from examples.gpt2.loop import Actions, Plan, loop
 from examples.gpt2.metrics import Metrics, describe, memory, validate
 from examples.gpt2.step import TrainState, evaluation, token_loss, train_step
@@ -35,33 +34,6 @@ class Result(NamedTuple):
     curve: list[tuple[int, float]]  # (step, validation loss)
     memory: dict[str, float]
     seconds: float  # of the training loop, validations and compilation included
-
-
-def prepare_folder(out: pathlib.Path, resume: bool, used: dict[str, Any]) -> None:
-    """Makes the run's folder; an earlier run there is kept beside it, unless it is resumed.
-
-    Raises:
-      UsageError: If the folder holds something else, or nothing to resume.
-    """
-    if resume:
-        if not (out / "checkpoints").is_dir():
-            raise UsageError(f"--resume: there is no checkpoint in {out}")
-        return
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if not (out / "settings.json").exists():
-            raise UsageError(f"--out {out}: not a run's folder; give a new or an empty one")
-        kept = _free_name(out)
-        out.rename(kept)
-        print(f"the earlier run in {out} is now {kept}")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "settings.json").write_text(json.dumps(used, indent=2) + "\n")
-
-
-def _free_name(path: pathlib.Path) -> pathlib.Path:
-    number = 1
-    while (name := path.with_name(f"{path.name}.{number}")).exists():
-        number += 1
-    return name
 
 
 def run(
@@ -84,7 +56,8 @@ def run(
       UsageError: If the settings cannot be used.
       text.DataError: If the text cannot be used.
       DivergedError: If a loss is not finite.
-      KeyboardInterrupt: After Ctrl-C, when the checkpoint is saved.
+      KeyboardInterrupt: After Ctrl-C, when the checkpoint is saved; `Terminated` after SIGTERM.
+      checkpoints.StorageError: If a checkpoint cannot be written.
     """
     config = resolve(config)
     data = load_data(config)
@@ -99,11 +72,11 @@ def run(
         tx = build(config.optimizer, rate, config.hyper, options)
     except ValueError as error:
         raise UsageError(f"{config.optimizer}: {error}") from None
-    prepare_folder(config.out, config.resume, used)
     state = TrainState(params, jax.jit(tx.init)(params))
     print(f"{config.model}, {config.optimizer}: {describe(memory(state))}")
 
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run_folder(config.out, config.resume, used))
 
         def opened(resource: Any) -> Any:
             return stack.enter_context(contextlib.closing(resource))
@@ -111,7 +84,7 @@ def run(
         batches = opened(
             training_batches(data.train, config.context, config.batch_size, config.seed)
         )
-        manager = opened(checkpoints.open_checkpoints(config.out)) if keep else None
+        manager = stack.enter_context(checkpoints.open_checkpoints(config.out)) if keep else None
         start = 0
         if config.resume:
             start, state = checkpoints.restore(manager, state, batches, used)
@@ -143,9 +116,9 @@ def run(
         begin = time.perf_counter()
         state = loop(plan, state, start, batches, rate, metrics, actions)
         seconds = time.perf_counter() - begin
-    curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
-    if keep:
-        finish(config, data, nnx.merge(graphdef, state.params), metrics.rows)
+        curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
+        if keep:
+            finish(config, data, nnx.merge(graphdef, state.params), metrics.rows)
     print(f"final validation loss {curve[-1][1]:.4f} in {seconds:.0f} s; all in {config.out}")
     return Result(used, curve[-1][1], curve, memory(state), seconds)
 

@@ -128,7 +128,7 @@ def test_standard_library_is_the_default(monkeypatch, tmp_path):
 def test_bytes_round_trip(folder, tmp_path):
     loaded = load(folder, tmp_path)
     expected = "\0".join(text for _, text in data.split(data.read_path(folder))[0]) + "\0"
-    assert loaded.decode(loaded.train) == expected
+    assert loaded.decode(loaded.train[:]) == expected
     assert loaded.vocabulary == 256
 
 
@@ -136,8 +136,8 @@ def test_sentencepiece_round_trip(folder, tmp_path):
     loaded = load(folder, tmp_path, tokenizer="sentencepiece")
     assert 256 < loaded.vocabulary <= 300
     train, validation = data.split(data.read_path(folder))
-    assert loaded.decode(loaded.train) == "".join(text for _, text in train)
-    assert loaded.decode(loaded.validation) == "".join(text for _, text in validation)
+    assert loaded.decode(loaded.train[:]) == "".join(text for _, text in train)
+    assert loaded.decode(loaded.validation[:]) == "".join(text for _, text in validation)
     strange = "\n\n  \t x\ty  \nnever seen: \u2713 \U0001f600\n    "
     assert loaded.decode(data.encode_sentencepiece(loaded.processor, strange)) == strange
 
@@ -150,7 +150,7 @@ def test_a_long_line_trains_the_tokenizer(tmp_path, letters):
     for text in (line, "short\n" + line, "short\n\u2585" + line[:12_000]):
         (tmp_path / "a.txt").write_text(text, encoding="utf-8")
         loaded = load(tmp_path / "a.txt", tmp_path, tokenizer="sentencepiece")
-        assert loaded.decode(loaded.train) + loaded.decode(loaded.validation) == text
+        assert loaded.decode(loaded.train[:]) + loaded.decode(loaded.validation[:]) == text
         assert len(loaded.train) < 0.75 * len(text)  # tokens of more than a letter were found
 
 
@@ -163,14 +163,14 @@ def test_cutting_a_text_at_newlines_changes_no_token(folder, tmp_path):
     assert [t for part in parts for t in processor.encode(part)] == processor.encode(text)
 
 
-def test_tokens_are_memory_mapped_and_cached(folder, tmp_path, monkeypatch):
+def test_tokens_stay_in_files_and_are_cached(folder, tmp_path, monkeypatch):
     first = load(folder, tmp_path, tokenizer="sentencepiece")
-    assert isinstance(first.train, np.memmap)
-    assert first.train.dtype == np.uint16
+    assert isinstance(first.train, data.Tokens)
+    assert first.train[2:5].dtype == np.uint16
     monkeypatch.setattr(data, "train_sentencepiece", None)  # a second training would fail
     second = load(folder, tmp_path, tokenizer="sentencepiece", context=5)
     assert second.key == first.key
-    np.testing.assert_array_equal(first.train, second.train)
+    np.testing.assert_array_equal(first.train[:], second.train[:])
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 

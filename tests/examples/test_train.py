@@ -1,6 +1,5 @@
 """The whole program on a small text and a very small model."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -23,13 +22,14 @@ from examples.gpt2 import checkpoints, loop, step, train
 from examples.gpt2 import config as settings
 from examples.gpt2 import model as gpt
 from examples.gpt2 import run as one_run
+from examples.gpt2.folder import run_folder
 from tests.examples.small import arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def saved(out, at=6):
-    with contextlib.closing(checkpoints.open_checkpoints(out)) as manager:
+    with checkpoints.open_checkpoints(out) as manager:
         return manager.restore(at).state
 
 
@@ -75,7 +75,8 @@ def rows_of(out):
 def test_a_run_leaves_what_people_expect(trained):
     name, out = trained
     names = {path.name for path in out.iterdir()}
-    files = {"curves.png", "metrics.jsonl", "sample.txt", "settings.json"}
+    files = {"curves.png", "metrics.jsonl", "process", "sample.txt", "settings.json"}
+    files |= {"ranks.png"} if name == "elastic" else set()
     assert names == files | {"checkpoints", "tensorboard"}
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((out / "tensorboard").glob("events.*"))
@@ -303,10 +304,11 @@ def test_a_foreign_folder_is_left_alone_and_an_earlier_run_is_kept(run_of, work,
     assert_refused(capsys, arguments(work, "foreign"), "not a run's folder")
     shutil.copytree(run_of("adamw"), work / "earlier")
     config = dataclasses.replace(settings.Config(), out=work / "earlier")
-    one_run.prepare_folder(config.out, config.resume, {})
+    with run_folder(config.out, config.resume, {}):
+        pass
     kept = work / "earlier.1"
     assert (kept / "metrics.jsonl").exists()
-    assert [path.name for path in (work / "earlier").iterdir()] == ["settings.json"]
+    assert {path.name for path in (work / "earlier").iterdir()} == {"process", "settings.json"}
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(work, capsys):

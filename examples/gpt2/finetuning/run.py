@@ -27,10 +27,10 @@ from examples.gpt2.config import UsageError
 from examples.gpt2.finetuning.config import Config, check, settings
 from examples.gpt2.finetuning.heads import Batch, WithHead
 from examples.gpt2.finetuning.tasks import LENGTHS, SHORTEST, Predictions, Task, load_task
+from examples.gpt2.folder import run_folder
 from examples.gpt2.loop import Actions, Plan, loop
 from examples.gpt2.metrics import MIB, Metrics, describe, memory
 from examples.gpt2.pretrained import AdamMoments, read_pretrained
-from examples.gpt2.run import prepare_folder
 from examples.gpt2.step import TrainState, train_step
 
 
@@ -130,19 +130,19 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
     except ValueError as error:
         raise UsageError(f"{config.optimizer}: {error}") from None
     state = TrainState(params, opt_state)
-    prepare_folder(out, config.resume, used)
 
     def loss(params: Any, batch: Batch) -> jax.Array:
         return task.loss(nnx.merge(graphdef, params), batch)
 
     predict = predictor(graphdef, task, config.batch_size // config.accumulate)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(run_folder(out, config.resume, used))
 
         def opened(resource: Any) -> Any:
             return stack.enter_context(contextlib.closing(resource))
 
         batches = opened(_batches(task.train, config.batch_size, config.seed))
-        manager = opened(checkpoints.open_checkpoints(out)) if keep else None
+        manager = stack.enter_context(checkpoints.open_checkpoints(out)) if keep else None
         best = opened(_open_best(out)) if keep else None
         start = 0
         if config.resume:
