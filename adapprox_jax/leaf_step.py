@@ -2,7 +2,9 @@
 
 The one place where CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
 leaves go one after the other, each in full, with branches for what is not needed. On accelerators
-they go in phases (`phases`).
+they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: the sums of a phase
+over devices are done for all leaves at once. Adaptive ranks are chosen from other starts there, so
+that CPUs do not take that way: on a mesh of them ranks would not be those of one.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from adapprox_jax.matrix_view import (
 from adapprox_jax.ordering import begin_after
 from adapprox_jax.phases import step_in_phases
 from adapprox_jax.settings import Settings
-from adapprox_jax.sharding import varying_alike, with_automatic_axes
+from adapprox_jax.sharding import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars, merge_known, split_known
 
@@ -36,7 +38,7 @@ def step_leaves(
     views: tuple[MatrixView, ...],
     settings: Settings,
 ) -> list[tuple[jax.Array, LeafState]]:
-    """One step for all leaves, in the way that suits the platform it is compiled for.
+    """One step for all leaves, in the way that suits the platform and the mesh in use.
 
     Args:
       scalars: The numbers of this step.
@@ -52,6 +54,9 @@ def step_leaves(
     in_turn = partial(step_in_turn, known=known, views=views, settings=settings)
     in_phases = partial(step_all_in_phases, known=known, views=views, settings=settings)
     operands = traced, list(grads), list(states)
+    widths = [state.q.shape[-1] for state in states if state.is_factored]
+    if devices_in_use() > 1 and all(settings.rank.is_fixed(width) for width in widths):
+        return in_phases(*operands)
     arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return jax.lax.platform_dependent(*operands, cpu=in_turn, default=in_phases)

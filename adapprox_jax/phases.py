@@ -40,13 +40,13 @@ from adapprox_jax.phase_parts import (
     scale_of,
 )
 from adapprox_jax.settings import Settings
-from adapprox_jax.sharding import varying_alike, with_automatic_axes
+from adapprox_jax.sharding import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.stacks import at_once, each, sweep
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars, merge_known
 from adapprox_jax.together import sums_of, together
 
-_MOST_AT_ONCE = 40 * 2**20  # entries of targets in memory, kept ones among them: 160 MiB
+_MOST_AT_ONCE = 40 * 2**20  # entries of targets on a device, kept ones among them: 160 MiB
 _MOST_KEPT = 2  # stacks: many small ones would pile up while others are still made
 
 
@@ -190,11 +190,12 @@ def _made_anew(
 def _kept(shapes: Sequence[tuple[int, ...]]) -> set[int]:
     """The few largest stacks that, kept in memory, leave room to work on each of the others."""
     kept: set[int] = set()
+    most = _MOST_AT_ONCE * devices_in_use()
     largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
     for place, i in enumerate(largest_first):
         others = [j for j in largest_first[: place + 2] if j not in kept and j != i]
         in_memory = sum(math.prod(shapes[j]) for j in (*kept, i))
         worked_on = max((math.prod(shapes[j][1:]) * at_once(shapes[j]) for j in others), default=0)
-        if len(kept) < _MOST_KEPT and in_memory + worked_on <= _MOST_AT_ONCE:
+        if len(kept) < _MOST_KEPT and in_memory + worked_on <= most:
             kept.add(i)
     return kept

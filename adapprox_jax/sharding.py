@@ -80,18 +80,14 @@ def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Call
     return jax.sharding.auto_axes(function, out_sharding=out_sharding)
 
 
-def is_on_mesh() -> bool:
-    """Whether code runs under a mesh (`jax.set_mesh`) over whose axes the compiler divides arrays.
+def devices_in_use() -> int:
+    """Over how many devices the compiler may divide an array: those of the mesh in use.
 
-    Not in a `jax.shard_map` over all axes: there every device has arrays of its own.
+    That is `jax.set_mesh`'s; under `jax.shard_map` what is left of it.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    divided = [
-        size
-        for size, kind in zip(mesh.axis_sizes, mesh.axis_types, strict=True)
-        if kind != AxisType.Manual
-    ]
-    return math.prod(divided) > 1
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
 
 
 def replicated(tree: Any) -> Any:
@@ -100,7 +96,7 @@ def replicated(tree: Any) -> Any:
     Else the compiler shards them as suits one of those they serve, and moves them for all others.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if not is_on_mesh() or mesh.manual_axes or mesh.explicit_axes:
+    if devices_in_use() == 1 or mesh.manual_axes or mesh.explicit_axes:
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
 

@@ -7,15 +7,17 @@ from typing import Any
 import jax
 
 from adapprox_jax.phase_parts import Matrices, Plan
+from adapprox_jax.sharding import devices_in_use
 from adapprox_jax.step_scalars import StepScalars, join_known, split_known
 
-_LARGEST_SLICE = 2**25  # entries of a stack that are worked on at once: 128 MiB in float32
+_LARGEST_SLICE = 2**25  # entries of a stack that a device works on at once: 128 MiB in float32
 
 
 def at_once(shape: tuple[int, ...]) -> int:
     """How many matrices of a stack are worked on at once."""
     batch, rows, columns = shape
-    return min(batch, max(_LARGEST_SLICE // max(rows * columns, 1), 1))
+    most = _LARGEST_SLICE * devices_in_use()
+    return min(batch, max(most // max(rows * columns, 1), 1))
 
 
 def each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:

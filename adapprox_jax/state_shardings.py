@@ -47,8 +47,8 @@ def state_shardings(
       >>> params = {"kernel": jax.device_put(jnp.ones((256, 512)), columns)}
       >>> tx = adapprox_jax.adapprox(1e-3)
       >>> shardings = adapprox_jax.state_shardings(tx, params)
-      >>> shardings[0].u["kernel"].spec
-      PartitionSpec('model', None)
+      >>> tuple(shardings[0].u["kernel"].spec)
+      ('model', None)
       >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
     """
     require_transformation("tx", tx)

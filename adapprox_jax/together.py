@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.sharding import explicit_sharding, is_on_mesh
+from adapprox_jax.sharding import devices_in_use, explicit_sharding
 
 _SMALL = 10**5  # numbers of an array that may be copied
 
@@ -29,7 +29,7 @@ def grouping_of(trees: Sequence[Any], *, have_sides: bool = False) -> Grouping:
         the devices in another way for each, so that nothing is put together there.
     """
     kinds: dict[Any, dict[Any, list[int]]] = {}
-    alone = have_sides and is_on_mesh()
+    alone = have_sides and devices_in_use() > 1
     for i, tree in enumerate(trees):
         arrays = jax.tree.leaves(tree)
         # Of one type are arrays that also vary over the same axes under `jax.shard_map`.

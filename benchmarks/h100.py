@@ -5,6 +5,7 @@ Needs Python 3.12 with `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-n
 """
 
 import importlib.util
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,23 @@ def is_available() -> bool:
     return importlib.util.find_spec("jax_cuda12_plugin") is not None
 
 
+def mesh_of_h100s(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    """A mesh of H100s that need not be there, eight to a host.
+
+    Args:
+      shape: Devices along each axis.
+      names: Of the axes.
+    """
+    devices = math.prod(shape)
+    described = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="h100",
+        topology=f"1x{-(-devices // 8)}x{min(devices, 8)}",
+        target_config=H100,
+    )
+    return topologies.make_mesh(described, shape, names)
+
+
 def compile_for_h100(function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Any:
     """Compiles a function for one H100.
 
@@ -46,10 +64,7 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any, **jit_option
     Returns:
       What `lower(...).compile()` gives.
     """
-    described = topologies.get_topology_desc(
-        platform="cuda", topology_name="h100", topology="1x1x1", target_config=H100
-    )
-    mesh = topologies.make_mesh(described, (1,), ("x",))
+    mesh = mesh_of_h100s((1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments

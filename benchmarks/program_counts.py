@@ -84,10 +84,11 @@ def count(text: str, branch: Literal["shortest", "longest"] = "shortest") -> Cou
     Returns:
       The counts of one execution.
     """
-    return _count(_computations(text), "ENTRY", min if branch == "shortest" else max)
+    return _count(computations_of(text), "ENTRY", min if branch == "shortest" else max)
 
 
-def _computations(text: str) -> Computations:
+def computations_of(text: str) -> Computations:
+    """The computations of a program by name, the one it begins with as ENTRY."""
     found: Computations = {}
     name = ""
     for line in text.splitlines():
@@ -144,8 +145,8 @@ def _kernel(computations: Computations, instruction: Instruction, shapes: dict[s
 
 def _bytes_moved(computations: Computations, kernel: Instruction, shapes: dict[str, str]) -> int:
     """Bytes read and written: of an array that is only sliced or updated in place, the part."""
-    read = [_nbytes(shapes.get(operand, "")) for operand in kernel.operands]
-    written = _nbytes(kernel.shape)
+    read = [nbytes_of(shapes.get(operand, "")) for operand in kernel.operands]
+    written = nbytes_of(kernel.shape)
     inside = computations.get(kernel.attribute(r"calls=%([\w.\-]+)") or "", [])
     local = {one.name: one.shape for one in inside}
     index_of = {one.name: int(one.rest.split(")")[0]) for one in inside if _is_parameter(one)}
@@ -158,11 +159,11 @@ def _bytes_moved(computations: Computations, kernel: Instruction, shapes: dict[s
         if one.operation in ("bitcast", "reshape") and used:
             parameter_of[one.name] = used[0]
         elif one.operation == "dynamic-slice" and first in parameter_of:
-            parts[used[0]] += _nbytes(one.shape)
+            parts[used[0]] += nbytes_of(one.shape)
         elif one.operation == "dynamic-update-slice" and first in parameter_of:
-            update = _nbytes(local.get(one.operands[1], ""))
+            update = nbytes_of(local.get(one.operands[1], ""))
             parts[used[0]] += update
-            written -= _nbytes(one.shape) - update
+            written -= nbytes_of(one.shape) - update
             whole.update(parameter_of[x] for x in one.operands[1:] if x in parameter_of)
         else:
             whole.update(used)
@@ -176,7 +177,8 @@ def _is_parameter(instruction: Instruction) -> bool:
     return instruction.operation == "parameter"
 
 
-def _nbytes(shape: str) -> int:
+def nbytes_of(shape: str) -> int:
+    """Bytes of the arrays in a shape, as the text of a program writes it."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(_bytes_of(t) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in arrays)
 

@@ -1,0 +1,67 @@
+"""What a compiled program moves between devices, read from its text."""
+
+import re
+from typing import NamedTuple
+
+from benchmarks.program_counts import Computations, Instruction, computations_of, nbytes_of
+
+_KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
+
+
+class Collective(NamedTuple):
+    """An operation between devices: its kind, and the arrays that each device has after it."""
+
+    kind: str
+    shape: str
+    times: int  # in one execution of the program
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its results, each time that it is done."""
+        return self.times * nbytes_of(self.shape)
+
+
+def collectives_of(text: str) -> list[Collective]:
+    """The operations between devices in one execution of a program; all branches are taken.
+
+    Args:
+      text: Of the optimized program, `compiled.as_text()`.
+    """
+    return _within(computations_of(text), "ENTRY", 1)
+
+
+def _within(computations: Computations, name: str, times: int) -> list[Collective]:
+    found = []
+    for instruction in computations.get(name, ()):
+        kind = instruction.operation.removesuffix("-start")
+        if kind in _KINDS:
+            found.append(Collective(kind, _result(instruction), times))
+        trips = int(instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+        for called in _called(instruction.rest):
+            found += _within(computations, called, times * trips)
+    return found
+
+
+def _result(instruction: Instruction) -> str:
+    """The shape of the arrays that are there afterwards.
+
+    Where an operation runs beside other work, its operands may stand before them.
+    """
+    shape = instruction.shape
+    kind = instruction.operation
+    has_operands = kind in ("all-gather-start", "collective-permute-start") or "((" in shape
+    if not (kind.endswith("-start") and has_operands):
+        return shape
+    arrays = re.findall(r"\w+\[[\d,]*\]", shape)
+    return " ".join(arrays[len(arrays) // 2 :])
+
+
+def _called(rest: str) -> list[str]:
+    """Computations that an instruction runs; not those that reduce or are fused."""
+    names = re.findall(r"(?:body|true_computation|false_computation)=%([\w.\-]+)", rest)
+    branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
+    names += re.findall(r"%([\w.\-]+)", branches[1]) if branches else []
+    return names

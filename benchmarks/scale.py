@@ -1,0 +1,225 @@
+"""An optimizer's step on hundreds of devices, without them: `python -m benchmarks.scale`.
+
+Compiles update and `apply_updates` for the parameters of a Llama-shaped model in bfloat16, layers
+stacked and divided over a mesh, from abstract values: what each device would hold, what it would
+move, and how long compiling takes. For CPU devices, or with `--platform h100` where `make
+device-program` set up its compiler. Results go to `results/scale/<model>_<platform>.json`.
+"""
+
+import collections
+import json
+import pathlib
+import shlex
+import time
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import adapprox_jax
+from benchmarks.collectives import collectives_of
+from benchmarks.contenders import DECAY, RATE, adafactor
+from benchmarks.h100 import is_available, mesh_of_h100s
+from benchmarks.program_counts import count
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "scale"
+MIB = 2**20
+TENSOR = 8  # devices along the axis that divides within a layer
+
+
+class Llama(NamedTuple):
+    """Sizes of a model."""
+
+    layers: int
+    width: int
+    inner: int
+    heads: int  # of 128 numbers each
+    key_value_heads: int
+    vocabulary: int = 128_256
+
+
+LLAMAS = {
+    "tiny": Llama(2, 256, 512, 2, 1, 1024),
+    "8B": Llama(32, 4096, 14_336, 32, 8),
+    "70B": Llama(80, 8192, 28_672, 64, 8),
+}
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
+    "adafactor": adafactor,
+    "muon": lambda: optax.contrib.muon(
+        RATE, weight_decay=DECAY, muon_weight_dimension_numbers=_hidden_numbers
+    ),
+    "adapprox": lambda: adapprox_jax.adapprox(RATE, weight_decay=DECAY),
+    "adapprox rank 16": lambda: adapprox_jax.adapprox(RATE, weight_decay=DECAY, max_rank=16),
+    "adapprox rank 16, 8 bits": lambda: adapprox_jax.adapprox(
+        RATE, weight_decay=DECAY, max_rank=16, mu_dtype="int8"
+    ),
+    "adapprox_muon": lambda: adapprox_jax.adapprox_muon(RATE, weight_decay=DECAY),
+    "adapprox_muon, 4 bits": lambda: adapprox_jax.adapprox_muon(
+        RATE, weight_decay=DECAY, mu_dtype="int4"
+    ),
+}
+
+
+def _hidden_numbers(params: Any) -> Any:
+    """Optax's view of stacked matrices for Muon; None for what embeds and for vectors."""
+    numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    return jax.tree.map(lambda x: numbers if x.ndim == 3 else None, params)
+
+
+def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters of a model, abstract, as fully sharded and tensor-parallel programs lay them.
+
+    Args:
+      sizes: Of the model.
+      mesh: With the axes "fsdp" and "tensor".
+    """
+    layers, width, inner = sizes.layers, sizes.width, sizes.inner
+    queries, keys = 128 * sizes.heads, 128 * sizes.key_value_heads
+    into, out_of = P(None, "fsdp", "tensor"), P(None, "tensor", "fsdp")
+    shapes = {
+        "tokens": ((sizes.vocabulary, width), P("tensor", "fsdp")),
+        "q": ((layers, width, queries), into),
+        "k": ((layers, width, keys), into),
+        "v": ((layers, width, keys), into),
+        "o": ((layers, queries, width), out_of),
+        "gate": ((layers, width, inner), into),
+        "up": ((layers, width, inner), into),
+        "down": ((layers, inner, width), out_of),
+        "norm_1": ((layers, width), P()),
+        "norm_2": ((layers, width), P()),
+        "norm": ((width,), P()),
+        "head": ((width, sizes.vocabulary), P("fsdp", "tensor")),
+    }
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for name, (shape, spec) in shapes.items()
+    }
+
+
+def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -> dict[str, Any]:
+    """What a step takes on each device of a mesh.
+
+    Args:
+      tx: The optimizer.
+      params: Abstract parameters with shardings.
+      mesh: That they lie on.
+
+    Returns:
+      Sizes in MiB, numbers of kernels and collectives, bytes of these by kind, and how many percent
+      of a gradient reduction's bytes they are: those of the gradients that a device works out.
+    """
+    shardings = adapprox_jax.state_shardings(tx, params)
+    state = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+        jax.eval_shape(tx.init, params),
+        shardings,
+    )
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    placed = jax.tree.map(lambda x: x.sharding, params)
+    start = time.perf_counter()
+    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+        compiled = (
+            jax.jit(step, donate_argnums=(1, 2), out_shardings=(placed, shardings))
+            .lower(params, params, state)
+            .compile()
+        )
+    seconds = time.perf_counter() - start
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    moved: dict[str, int] = collections.Counter()
+    number = 0
+    for one in collectives_of(text):
+        moved[one.kind] += one.nbytes
+        number += one.times
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) / TENSOR
+    of_state = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
+    return {
+        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / MIB,
+        "temporaries_mib": memory.temp_size_in_bytes / MIB,
+        "kernels": count(text).kernels,
+        "collectives": number,
+        "mib_moved": {kind: nbytes / MIB for kind, nbytes in moved.items()},
+        "percent_of_gradients": 100 * sum(moved.values()) / gradients,
+        "compile_seconds": seconds,
+    }
+
+
+def _shard_nbytes(leaf: Any, sharding: NamedSharding) -> int:
+    size = leaf.dtype.itemsize
+    for extent in sharding.shard_shape(leaf.shape):
+        size *= extent
+    return size
+
+
+def main(
+    model: Literal["tiny", "8B", "70B"] = "8B",
+    devices: tuple[int, ...] = (8, 64, 256),
+    optimizers: tuple[str, ...] = tuple(OPTIMIZERS),
+    platform: Literal["cpu", "h100"] = "cpu",
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Compiles the steps, prints a table and writes JSON.
+
+    Args:
+      model: Whose parameters.
+      devices: How many, multiples of 8: eight along the axis "tensor", the others along "fsdp".
+      optimizers: Which ones.
+      platform: What they are compiled for.
+      output: Where the JSON goes.
+    """
+    unknown = [name for name in optimizers if name not in OPTIMIZERS]
+    if unknown:
+        raise SystemExit(f"optimizers has {unknown}; allowed: {', '.join(OPTIMIZERS)}.")
+    if not devices or any(n < TENSOR or n % TENSOR for n in devices):
+        raise SystemExit(f"{devices=}; allowed: multiples of {TENSOR}.")
+    if platform == "h100" and not is_available():
+        raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
+    if platform == "cpu":
+        jax.config.update("jax_num_cpu_devices", max(devices))
+    command = ["python", "-m", "benchmarks.scale", "--model", model, "--platform", platform]
+    command += ["--devices", *map(str, devices), "--optimizers", *optimizers]
+    result: dict[str, Any] = {"command": shlex.join(command), "jax": jax.__version__, "records": {}}
+    path = output or RESULTS / f"{model}_{platform}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    wanted = [(name, number) for name in optimizers for number in devices]
+    for name, number in tqdm(wanted, unit="program"):
+        shape, names = (number // TENSOR, TENSOR), ("fsdp", "tensor")
+        if platform == "cpu":
+            kinds = (jax.sharding.AxisType.Auto,) * 2
+            mesh = jax.make_mesh(shape, names, kinds, devices=jax.devices()[:number])
+        else:
+            mesh = mesh_of_h100s(shape, names)
+        record = record_of(OPTIMIZERS[name](), parameters(LLAMAS[model], mesh), mesh)
+        result["records"].setdefault(name, {})[str(number)] = record
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print_table(result["records"])
+    print(f"written: {path}")
+    return result
+
+
+def print_table(records: dict[str, dict[str, dict[str, Any]]]) -> None:
+    """Prints one line an optimizer and number of devices."""
+    columns = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
+    columns += ["collectives", "kernels", "compile s"]
+    print("| " + " | ".join(columns) + " |")
+    print("| --- |" + " ---: |" * (len(columns) - 1))
+    for name, by_devices in records.items():
+        for number, r in by_devices.items():
+            cells = [name, number, f"{r['state_mib']:.0f}", f"{r['temporaries_mib']:.0f}"]
+            cells += [f"{sum(r['mib_moved'].values()):.1f}", f"{r['percent_of_gradients']:.2f}"]
+            cells += [str(r["collectives"]), str(r["kernels"]), f"{r['compile_seconds']:.0f}"]
+            print("| " + " | ".join(cells) + " |")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
