@@ -2,9 +2,9 @@
 
 The one place where CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
 leaves go one after the other, each in full, with branches for what is not needed. On accelerators
-they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: the sums of a phase
-over devices are done for all leaves at once. Adaptive ranks are chosen from other starts there, so
-that CPUs do not take that way: on a mesh of them ranks would not be those of one.
+they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: then the sums over
+devices of a phase are done for all leaves at once. Adaptive ranks start otherwise in phases; on a
+mesh of CPUs they take the way of one CPU, so that its ranks are theirs.
 """
 
 from collections.abc import Sequence
