@@ -184,7 +184,7 @@ def main(
         raise SystemExit(f"{devices=}; allowed: multiples of {TENSOR}.")
     if platform == "h100" and not is_available():
         raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
-    if platform == "cpu":
+    if platform == "cpu" and jax.config.jax_num_cpu_devices < max(devices):
         jax.config.update("jax_num_cpu_devices", max(devices))
     command = ["python", "-m", "benchmarks.scale", "--model", model, "--platform", platform]
     command += ["--devices", *map(str, devices), "--optimizers", *optimizers]
@@ -202,23 +202,23 @@ def main(
         record = record_of(OPTIMIZERS[name](), parameters(LLAMAS[model], mesh), mesh)
         result["records"].setdefault(name, {})[str(number)] = record
         path.write_text(json.dumps(result, indent=1) + "\n")
-    print_table(result["records"])
+    print(table_of(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def print_table(records: dict[str, dict[str, dict[str, Any]]]) -> None:
-    """Prints one line an optimizer and number of devices."""
+def table_of(records: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A line an optimizer and number of devices, of one device each."""
     columns = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
     columns += ["collectives", "kernels", "compile s"]
-    print("| " + " | ".join(columns) + " |")
-    print("| --- |" + " ---: |" * (len(columns) - 1))
+    lines = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
     for name, by_devices in records.items():
         for number, r in by_devices.items():
             cells = [name, number, f"{r['state_mib']:.0f}", f"{r['temporaries_mib']:.0f}"]
             cells += [f"{sum(r['mib_moved'].values()):.1f}", f"{r['percent_of_gradients']:.2f}"]
             cells += [str(r["collectives"]), str(r["kernels"]), f"{r['compile_seconds']:.0f}"]
-            print("| " + " | ".join(cells) + " |")
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

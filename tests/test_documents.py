@@ -2,9 +2,12 @@
 
 import doctest
 import importlib
+import os
 import pathlib
 import pkgutil
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -25,6 +28,20 @@ def test_training_loop_of_the_readme_runs_as_pasted(tmp_path, monkeypatch, capsy
     losses, sizes = ([float(row[i].replace(",", "")) for row in printed] for i in (1, 2))
     assert all(0.001 < loss < 0.1 for loss in losses)  # half of what it begins with, and no zero
     assert sizes[0] < 0.7 * sizes[1]
+
+
+def test_the_loop_on_many_devices_runs_as_pasted():
+    page = (ROOT / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(code.splitlines()) <= 60
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    loss, spec = re.fullmatch(r"loss ([\d.]+) (.*)\n", done.stdout).groups()
+    assert 0 < float(loss) < 1.5  # 3.2 at first
+    assert "fsdp" in spec
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,0 +1,96 @@
+"""What steps move between devices: read from programs, and compiled for many devices."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("tyro")
+
+from benchmarks import scale
+from benchmarks.collectives import Collective, collectives_of
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+PROGRAM = """
+%body (c: f32[256]) -> f32[256] {
+  %c = f32[256]{0} parameter(0)
+  ROOT %sum = f32[256]{0} all-reduce(%c), to_apply=%add
+}
+
+%cheap (x: f32[256]) -> f32[256] {
+  ROOT %x = f32[256]{0} parameter(0)
+}
+
+%dear (y: f32[256]) -> f32[256] {
+  %y = f32[256]{0} parameter(0)
+  ROOT %moved = (f32[128]{0}, f32[128]{0}) all-to-all(%y), dimensions={0}
+}
+
+ENTRY %main (a: f32[256], i: s32[]) -> f32[256] {
+  %a = f32[256]{0} parameter(0)
+  %i = s32[] parameter(1)
+  %whole = (bf16[32]{0}, bf16[256]{0}) all-gather-start(%a), dimensions={0}
+  %done = bf16[256]{0} all-gather-done(%whole)
+  %both = ((f32[8]{0}, f32[4]{0}), (f32[8]{0}, f32[4]{0})) all-reduce-start(%a), to_apply=%add
+  %k = f32[256]{0} while(%a), body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %end = f32[256]{0} conditional(%i, %k, %k), branch_computations={%cheap, %dear}
+}
+"""
+
+
+def test_collectives_are_read_with_their_loops_and_without_their_operands():
+    found = collectives_of(PROGRAM)
+    assert [(one.kind, one.times, one.nbytes) for one in found] == [
+        ("all-gather", 1, 512),
+        ("all-reduce", 1, 48),
+        ("all-reduce", 5, 5 * 1024),
+        ("all-to-all", 1, 1024),
+    ]
+    assert Collective("all-reduce", "f32[10]", 3).nbytes == 120
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    path = tmp_path / "tiny.json"
+    scale.main("tiny", (8,), ("adamw", "adapprox"), output=path)
+    return json.loads(path.read_text())["records"]
+
+
+def test_steps_are_compiled_for_a_mesh(tiny, capsys):
+    adamw, adapprox = (tiny[name]["8"] for name in ("adamw", "adapprox"))
+    assert adamw["collectives"] == 0
+    assert adamw["percent_of_gradients"] == 0
+    assert adapprox["state_mib"] < adamw["state_mib"]
+    assert not {"all-gather", "all-to-all"} & set(adapprox["mib_moved"])
+    assert adapprox["percent_of_gradients"] > 0
+
+
+@pytest.mark.parametrize("model", ["8B", "70B"])
+def test_the_page_says_what_the_records_say(model):
+    records = json.loads((ROOT / "results" / "scale" / f"{model}_cpu.json").read_text())["records"]
+    assert scale.table_of(records) in (ROOT / "docs" / "distributed.md").read_text()
+
+
+def test_the_models_have_their_sizes():
+    mesh = jax.sharding.AbstractMesh((1, 8), ("fsdp", "tensor"))
+    for name, billions in (("8B", 8.03), ("70B", 70.55)):
+        shapes = scale.parameters(scale.LLAMAS[name], mesh).values()
+        assert sum(x.size for x in shapes) == pytest.approx(billions * 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"devices": (12,)}, r"devices=\(12,\); allowed: multiples of 8"),
+        ({"devices": ()}, "allowed: multiples of 8"),
+        ({"optimizers": ("sgd",)}, r"optimizers has \['sgd'\]; allowed: adamw, adafactor"),
+    ],
+)
+def test_what_cannot_be_compiled_is_named(arguments, words):
+    with pytest.raises(SystemExit, match=words):
+        scale.main("tiny", **arguments)
