@@ -11,6 +11,7 @@ from adapprox_jax.growth import PAPERS_GROWTH
 from adapprox_jax.matrix_view import WeightDimensionNumbers
 from adapprox_jax.momentum import guided_ema
 from adapprox_jax.second_moment import scale_by_adapprox
+from adapprox_jax.second_moment_decay import begins_at_zero
 from adapprox_jax.settings import Orthogonalization, RankGrowth
 from adapprox_jax.validation import is_zero, require, require_flag
 from adapprox_jax.weight_decay import decay_and_rate
@@ -151,7 +152,7 @@ def adapprox(
             factor_dtype=factor_dtype,
             key=key,
         ),
-        _clip(clipping_threshold, bias_correction or callable(b2), weight_dimension_numbers),
+        _clip(clipping_threshold, bias_correction, b2, weight_dimension_numbers),
         _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, weight_dimension_numbers),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
@@ -159,7 +160,8 @@ def adapprox(
 
 def _clip(
     threshold: jax.typing.ArrayLike | None,
-    unbiased: bool,
+    bias_correction: bool,
+    b2: optax.ScalarOrSchedule,
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
     """The clip, or nothing where there is no threshold and an unbiased second moment instead."""
@@ -167,7 +169,7 @@ def _clip(
         allowed = "a number above 0, or None"
         require("clipping_threshold", threshold, lambda x: x > 0, allowed)
         return clip_by_matrix_rms(threshold, weight_dimension_numbers)
-    if not unbiased:
+    if not (bias_correction or begins_at_zero(b2)):
         raise ValueError(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
             " bias_correction=True or b2=increasing_decay(), because the first updates would be"

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 
-from adapprox_jax.validation import require
+from adapprox_jax.validation import at_step, require
 
 
 def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
@@ -39,3 +40,11 @@ def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
         return 1 - jnp.maximum(jnp.asarray(step, float), 1) ** -exponent
 
     return decay
+
+
+def begins_at_zero(b2: optax.ScalarOrSchedule) -> bool:
+    """Whether the first second moment is the first gradient's square, and so is not too small."""
+    if not callable(b2):
+        return False
+    with jax.ensure_compile_time_eval():
+        return abs(float(at_step("b2", b2, jnp.asarray(1)))) < 1e-6

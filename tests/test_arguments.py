@@ -87,6 +87,10 @@ def test_bias_correction_needs_a_number():
         "bias_correction is True and b2 a function",
     )
     adapprox_jax.adapprox(1e-3, b2=adapprox_jax.increasing_decay(), clipping_threshold=None)
+    raises(
+        lambda: adapprox_jax.adapprox(1e-3, b2=lambda t: 0.9, clipping_threshold=None),
+        "clipping_threshold is None and bias_correction is False; allowed: a threshold or",
+    )
 
 
 def test_leaves_that_are_no_arrays_of_floats_are_named():
