@@ -141,7 +141,9 @@ def _choices() -> dict[str, Entry]:
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
         "adapprox_muon, no second moment": _of_hidden(seeds=3, second_moment=False),
         **{
-            f"adapprox_muon, rank {k}": _of_hidden(seeds=3, second_moment=True, max_rank=k)
+            f"adapprox_muon, rank {k}": _of_hidden(
+                seeds=5 if k == 8 else 3, second_moment=True, max_rank=k
+            )
             for k in (1, 8, 32)
         },
         "adapprox_muon, b2 0.9": _of_hidden(seeds=3, muon_b2=0.9),

@@ -115,6 +115,27 @@ def comparison_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def measured_table(results: Results) -> str:
+    """The few that a reader looks for first, on code."""
+    lines = [
+        _row(["", "bytes per parameter", "loss", "standard error", "seeds", "best peak rate"]),
+        _row(["---"] + ["---:"] * 5),
+    ]
+    for label in _FIRST:
+        one = results.get(("code", label))
+        if one is not None:
+            cells = [label, f"{one.bytes_a_parameter:.2f}", _loss(one), _number(one.error)]
+            lines.append(_row([*cells, str(len(one.losses)), f"{one.rate:g}"]))
+    return "\n".join(lines)
+
+
+_FIRST = (
+    *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
+    *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped", "AdamW in 8 bits, b2 0.95, clipped"),
+    *("Adafactor", "Muon", "adapprox_muon", "adapprox_muon, 4 bits"),
+)
+
+
 def controls_table(results: Results) -> str:
     """Loss by second moment and b2, each at its best rate; with bias correction behind it."""
     labels = [label for label in GROUPS["controls"] if "bias correction" not in label]
@@ -336,6 +357,7 @@ def _log(values: np.ndarray) -> np.ndarray:
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "comparison": comparison_table,
+    "measured": measured_table,
     "controls": controls_table,
     "choices": choices_table,
     "claims": claims,

@@ -101,10 +101,13 @@ def test_every_loss_on_the_pages_is_in_the_records(page):
             error = np.std(losses, ddof=1) / len(losses) ** 0.5
             known |= {f"{np.mean(losses):.4f}", f"{error:.4f}"}
     known |= {f"{row['validation_loss']:.4f}" for row in PICTURE.values()}
+    # Tables between marks are made of the records, and compared with them elsewhere.
+    blocks = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
     orthogonal = (ROOT / "docs" / "orthogonal.md").read_text()
     performance = (ROOT / "docs" / "performance.md").read_text()
     for text in (page, orthogonal, performance, (ROOT / "README.md").read_text()):
-        assert set(re.findall(r"\b\d\.\d{4}\b", text)) - known <= RATES
+        typed = blocks.sub("", text)
+        assert set(re.findall(r"\b\d\.\d{4}\b", typed)) - known <= RATES
 
 
 def test_the_table_of_loss_against_bytes_is_the_record():
