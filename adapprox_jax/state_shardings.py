@@ -30,7 +30,7 @@ def state_shardings(
       params: Parameters with `NamedSharding`s of one mesh: arrays, or `jax.ShapeDtypeStruct`s.
         Leaves without one, say on a single device, count as replicated. Flax's boxes whose arrays
         have none, as from `jax.eval_shape`, lie as their metadata names their axes, on `mesh`.
-      mesh: Needed where no array has a sharding.
+      mesh: Needed where no array has a sharding, as of parameters on one device.
 
     Returns:
       A tree like `tx.init(params)` with a `NamedSharding` in place of each array: for
@@ -59,6 +59,9 @@ def state_shardings(
 
     def typed(path: Any, param: Any) -> Any:
         leaf = unbox(param)
+        if not hasattr(leaf, "shape"):
+            kind = type(leaf).__name__
+            raise ValueError(f"{leaf_name(path)} is a {kind}; allowed: an array or its shape.")
         sharding = NamedSharding(explicit, _spec_of(path, param, used))
         value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.tree.unflatten(jax.tree.structure(param), [value])
@@ -75,16 +78,24 @@ def state_shardings(
 
 
 def _mesh_of(params: optax.Params, mesh: Mesh | None) -> Any:
-    """The mesh that the parameters lie on, or else the one that is given."""
+    """The mesh that the parameters lie on or that is given: that of devices if one is known."""
+    allowed = "parameters with NamedShardings of one mesh, or mesh= a jax.sharding.Mesh"
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh is {mesh!r}; allowed: a jax.sharding.Mesh, or None.")
     shardings = [_named_sharding(leaf) for leaf in jax.tree.leaves(params)]
-    meshes = {sharding.mesh for sharding in shardings if sharding is not None}
-    if mesh is not None:
-        meshes.add(mesh)
-    if len(meshes) != 1:
-        given = " and ".join(sorted(map(str, meshes))) or "no mesh"
-        allowed = "parameters with NamedShardings of one mesh, or boxes that name axes and mesh="
+    found = [sharding.mesh for sharding in shardings if sharding is not None]
+    found += [] if mesh is None else [mesh]
+    concrete = {one for one in found if isinstance(one, Mesh)}
+    abstract = {one.abstract_mesh if isinstance(one, Mesh) else one for one in found}
+    if len(abstract) != 1 or len(concrete) > 1:
+        given = " and ".join(sorted(map(str, concrete or abstract))) or "no mesh"
         raise ValueError(f"params lie on {given}; allowed: {allowed}.")
-    return meshes.pop()
+    if concrete:
+        return concrete.pop()
+    in_use = jax.sharding.get_mesh()  # of abstract values under `jax.set_mesh`
+    [known] = abstract
+    same = isinstance(in_use, Mesh) and not in_use.empty and in_use.abstract_mesh == known
+    return in_use if same else known
 
 
 def _spec_of(path: Any, param: Any, mesh: Any) -> PartitionSpec:

@@ -72,8 +72,10 @@ def scale_by_approximated_moment(
     if approximate not in KINDS:
         raise ValueError(f"approximate is {approximate!r}; allowed: {', '.join(get_args(Name))}.")
     kind = KINDS[approximate]
-    if max_rank < 1 + kind.whitened:
-        raise ValueError(f"max_rank is {max_rank}; allowed: at least {1 + kind.whitened}.")
+    if not isinstance(max_rank, int) or max_rank < 1 + kind.whitened:
+        raise ValueError(
+            f"max_rank is {max_rank}; allowed: an integer of at least {1 + kind.whitened}."
+        )
 
     def approximated(moment: jax.Array) -> jax.Array:
         if moment.ndim != 2 or min(moment.shape) < min_dim_size_to_factor:

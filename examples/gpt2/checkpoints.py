@@ -50,7 +50,9 @@ def _in_one_line(checkpoints: ocp.CheckpointManager, what: str) -> Iterator[None
         yield
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise StorageError(f"{checkpoints.directory}: {what} cannot be written: {reason}") from None
+        raise StorageError(
+            f"{checkpoints.directory}: {what} cannot be written: {reason}"
+        ) from error
 
 
 def save(
@@ -137,7 +139,7 @@ def restore(
 
     Raises:
       UsageError: If there is no good checkpoint, or it is of a run with other settings or
-        parameters.
+        parameters, or something else than damage is in the way.
     """
     for step in sorted(checkpoints.all_steps(), reverse=True):
         folder = pathlib.Path(checkpoints.directory) / str(step)
@@ -148,7 +150,12 @@ def restore(
             except UsageError:
                 raise
             except Exception as error:  # of Orbax, TensorStore or msgpack, as the damage has it
-                damage = f"cannot be read: {' '.join(str(error).split())[:200]}"
+                reason = " ".join(str(error).split())[:200]
+                if (folder / CHECKSUMS).exists():
+                    raise UsageError(
+                        f"--resume: {folder} is as it was saved, and cannot be used: {reason}"
+                    ) from error
+                damage = f"cannot be read: {reason}"
         kept = folder.parents[1] / "damaged" / folder.name
         kept.parent.mkdir(exist_ok=True)
         folder.rename(free_name(kept))

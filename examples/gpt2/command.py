@@ -15,17 +15,27 @@ from examples.gpt2.metrics import DivergedError
 from examples.gpt2.tokens import TokenizerError
 
 
-def exit_code(work: Callable[[], object], goes_on_by: str) -> int:
+def exit_code(work: Callable[[], object], goes_on_by: str | None) -> int:
     """Does the work of a program.
 
     Args:
       work: What is to be done.
-      goes_on_by: What goes on where the work was interrupted, in words.
+      goes_on_by: The option that goes on where the work was interrupted; None where nothing of an
+        unfinished run is kept, and the same command repeats it.
 
     Returns:
-      0, also after SIGTERM; 1 if it diverged; 2 for bad input, and for files and folders that
-      cannot be used; 130 after Ctrl-C. With a line on the standard error, but where it is done.
+      0, also after SIGTERM once that has saved a run; 1 if it diverged; 2 for bad input, and for
+      files and folders that cannot be used; 130 after Ctrl-C, 143 after SIGTERM with nothing saved.
+      With a line on the standard error, but where it is done.
     """
+
+    def said(interruption: KeyboardInterrupt, word: str) -> str:
+        if not interruption.args:
+            return word
+        if goes_on_by is None:
+            return f"{interruption}: the same command repeats this run, not those before it"
+        return f"{interruption}: {goes_on_by} goes on from there"
+
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells each step of its work
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -41,12 +51,10 @@ def exit_code(work: Callable[[], object], goes_on_by: str) -> int:
         print(f"error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
     except Terminated as termination:
-        known = f"{termination}: {goes_on_by} goes on from there" if termination.args else ""
-        print(known or "terminated", file=sys.stderr)
-        return 0
+        print(said(termination, "terminated; nothing was saved"), file=sys.stderr)
+        return 0 if termination.args and goes_on_by is not None else 128 + signal.SIGTERM
     except KeyboardInterrupt as interruption:
-        known = f"{interruption}: {goes_on_by} goes on from there" if interruption.args else ""
-        print(known or "interrupted", file=sys.stderr)
+        print(said(interruption, "interrupted"), file=sys.stderr)
         return 130
     finally:
         signal.signal(signal.SIGTERM, previous)

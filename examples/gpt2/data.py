@@ -32,6 +32,7 @@ _SENTENCE_BYTES = 2**16
 _SENTENCE_CHARACTERS = _SENTENCE_BYTES // 4  # of at most 4 bytes in UTF-8
 _RESERVED = "\u2585"
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_SPLITS = ("train", "validation")
 _CACHE_FORMAT = 2  # raise it when the cached files change in meaning
 
 
@@ -114,12 +115,22 @@ def load(
     texts = read_standard_library() if path is None else read_path(path)
     key = _key(texts, tokenizer, vocabulary)
     folder = cache / key
-    if not (folder / "train.tokens").exists():
+    if not folder.exists():
         _write(folder, texts, tokenizer, vocabulary)
-    meta = json.loads((folder / "meta.json").read_text())
-    dtype = np.dtype(meta["dtype"])
+    anew = f"remove {folder}, which the next run makes anew"
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        dtype = np.dtype(meta["dtype"])
+        sizes = {name: (folder / f"{name}.tokens").stat().st_size for name in _SPLITS}
+        processor = None
+        if tokenizer == "sentencepiece":
+            model = str(folder / "tokenizer.model")
+            processor = sentencepiece.SentencePieceProcessor(model_file=model)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:100]
+        raise DataError(f"{folder}: damaged ({reason}); {anew}") from None
     splits = {}
-    for name in ("train", "validation"):
+    for name in _SPLITS:
         count = meta[name]
         if count <= context:
             raise DataError(
@@ -128,15 +139,11 @@ def load(
                 f"a smaller --context or --tokenizer bytes)"
             )
         file = folder / f"{name}.tokens"
-        if file.stat().st_size != count * dtype.itemsize:
+        if sizes[name] != count * dtype.itemsize:
             raise DataError(
-                f"{file}: has {file.stat().st_size} bytes, {count * dtype.itemsize} expected;"
-                f" remove {folder}, which the next run makes anew"
+                f"{file}: has {sizes[name]} bytes, {count * dtype.itemsize} expected; {anew}"
             )
         splits[name] = Tokens(file, dtype, count)
-    processor = None
-    if tokenizer == "sentencepiece":
-        processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
     return Data(key, splits["train"], splits["validation"], meta["vocabulary"], processor)
 
 

@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     name, flags = "python -m examples.gpt2.finetune", (tyro.conf.FlagCreatePairsOff,)
     config = tyro.cli(Config, prog=name, args=arguments, config=flags)
     if config.compare:
-        return exit_code(lambda: compare(config), "the same command")
+        return exit_code(lambda: compare(config), None)
     return exit_code(lambda: run(config), "--resume")
 
 

@@ -42,8 +42,15 @@ def run_folder(out: pathlib.Path, resume: bool, used: dict[str, Any]) -> Iterato
         if not resume:
             out.mkdir(parents=True, exist_ok=True)
             locks.enter_context(_locked(out))
-            (out / "settings.json").write_text(json.dumps(used, indent=2) + "\n")
+            write_settings(out, used)
         yield
+
+
+def write_settings(out: pathlib.Path, used: dict[str, Any]) -> None:
+    """Writes the settings of a run to its folder, whole or not at all."""
+    temporary = out / "settings.json.partial"
+    temporary.write_text(json.dumps(used, indent=2) + "\n")
+    temporary.rename(out / "settings.json")
 
 
 def _holds_something(out: pathlib.Path) -> bool:

@@ -40,7 +40,9 @@ class Metrics:
                 " make an empty file of that name to go on without them"
             )
         self.rows = [row for row in records.read(path) if row["step"] <= step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        temporary.rename(path)
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
         self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 

@@ -131,6 +131,9 @@ def adapprox_dense(b1: float, b2: float, options: dict[str, Any], decay: Part) -
       decay: The weight decay.
     """
     defaults = {"approximate": "root", "max_rank": 8, "min_dim_size_to_factor": 64}
+    unknown = options.keys() - defaults.keys() - {"rate_elsewhere"}
+    if unknown:
+        raise ValueError(f"{min(unknown)} is no option of adapprox-dense")
     given = {name: options.get(name, default) for name, default in defaults.items()}
     return [
         (scale_by_approximated_moment, {"b2": b2, "eps": 1e-8, **given}),

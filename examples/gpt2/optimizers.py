@@ -152,8 +152,9 @@ def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
     sampling = given.pop("sampling_threshold", False)
     exponent = given.pop("b2_exponent", None)
     if name != "adapprox-muon":
-        for of_build in ("embedding_rank", "rate_elsewhere"):
-            given.pop(of_build, None)
+        given.pop("rate_elsewhere", None)  # by `build`, as the next
+    if name == "adapprox":
+        given.pop("embedding_rank", None)
     if name == "adapprox-muon":
         for keyword in ("b1", "b2"):
             given |= {keyword: given.pop(f"muon_{keyword}")} if f"muon_{keyword}" in given else {}

@@ -20,7 +20,7 @@ from examples.gpt2 import model as gpt
 from examples.gpt2.batches import batches as training_batches
 from examples.gpt2.batches import validation_batches
 from examples.gpt2.config import Config, UsageError, gpt_config, load_data, resolve, settings
-from examples.gpt2.folder import run_folder
+from examples.gpt2.folder import run_folder, write_settings
 from examples.gpt2.loop import Actions, Plan, loop
 from examples.gpt2.metrics import Metrics, describe, memory, validate
 from examples.gpt2.step import TrainState, evaluation, token_loss, train_step
@@ -88,6 +88,7 @@ def run(
         start = 0
         if config.resume:
             start, state = checkpoints.restore(manager, state, batches, used)
+            write_settings(config.out, used)  # a run may be made longer
             print(f"going on after step {start} in {config.out}")
         metrics = opened(Metrics(config.out, start))
 
@@ -116,6 +117,8 @@ def run(
         begin = time.perf_counter()
         state = loop(plan, state, start, batches, rate, metrics, actions)
         seconds = time.perf_counter() - begin
+        if not any("validation_loss" in row for row in metrics.rows):
+            check(config.steps, state)  # nothing was left to do, and the records were lost
         curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
         if keep:
             finish(config, data, nnx.merge(graphdef, state.params), metrics.rows)

@@ -1,8 +1,9 @@
 """Trains GPT-2 on text: `python -m examples.gpt2.train --help`.
 
 A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`,
-`curves.png` and `sample.txt`. Ctrl-C saves a checkpoint first; `--resume` goes on from the last
-one and ends with the very parameters of a run that was never interrupted.
+`curves.png`, `sample.txt` and, where ranks adapt, `ranks.png`. Ctrl-C and SIGTERM save a checkpoint
+first; `--resume` goes on from the last one and ends with the very parameters of a run that was
+never interrupted. With more `--steps` it goes on along the learning rates of the longer run.
 """
 
 import sys
@@ -17,11 +18,11 @@ from examples.gpt2.run import run
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit code: 0, 1 diverged, 2 bad input, 130 interrupted."""
+    """The command line; returns the exit code, as `command.exit_code` tells."""
     name, flags = "python -m examples.gpt2.train", (tyro.conf.FlagCreatePairsOff,)
     config = tyro.cli(Config, prog=name, args=arguments, config=flags)
     if config.compare:
-        return exit_code(lambda: compare(config, run, DivergedError), "the same command")
+        return exit_code(lambda: compare(config, run, DivergedError), None)
     return exit_code(lambda: run(config), "--resume")
 
 

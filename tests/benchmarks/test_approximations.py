@@ -59,8 +59,8 @@ def test_the_first_update_is_by_the_exact_moment_and_small_leaves_stay_exact():
     ("kind", "rank", "words"),
     [
         ("cube", 8, "approximate is 'cube'; allowed: moment, root"),
-        ("root", 0, "max_rank is 0; allowed: at least 1"),
-        ("whitened-root", 1, "max_rank is 1; allowed: at least 2"),
+        ("root", 0, "max_rank is 0; allowed: an integer of at least 1"),
+        ("whitened-root", 1, "max_rank is 1; allowed: an integer of at least 2"),
     ],
 )
 def test_what_cannot_be_asked_for_is_named(kind, rank, words):

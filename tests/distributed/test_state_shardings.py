@@ -205,6 +205,24 @@ def test_variables_of_nnx_lie_as_their_metadata_says(mesh):
         assert specs(state.u["kernel"].get_value()) == ("y",)
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_abstract_values_of_the_mesh_in_use_are_of_its_devices(mesh, given):
+    sharding = NamedSharding(mesh.abstract_mesh, P("x", "y"))
+    params = {"kernel": jax.ShapeDtypeStruct((256, 512), jnp.float32, sharding=sharding)}
+    with jax.set_mesh(mesh):
+        shardings = state_shardings(adapprox_jax.adapprox(1e-3), params, mesh if given else None)
+    assert shardings[0].q["kernel"].mesh is mesh
+    assert specs(shardings[0].q["kernel"]) == ("x",)
+
+
+def test_what_is_no_array_and_no_mesh_is_named(mesh):
+    tx = adapprox_jax.adapprox(1e-3)
+    with pytest.raises(ValueError, match=r"\['w'\] is a float; allowed: an array or its shape"):
+        state_shardings(tx, {"w": 1.0}, mesh)
+    with pytest.raises(ValueError, match=r"mesh is 8; allowed: a jax.sharding.Mesh, or None"):
+        state_shardings(tx, abstract(mesh), 8)
+
+
 def test_what_tells_no_mesh_is_refused(mesh):
     tx, shape = adapprox_jax.adapprox(1e-3), (256, 512)
     with pytest.raises(ValueError, match=r"params lie on no mesh; allowed: parameters with Named"):

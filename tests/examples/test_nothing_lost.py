@@ -80,10 +80,35 @@ def test_sigterm_saves_and_exits_with_0(work, whole, at_step, monkeypatch, capsy
     assert_equal_bits(saved(work / "terminated"), saved(whole))
 
 
-def test_sigterm_before_the_first_step_exits_with_0_too(work, monkeypatch, capsys):
+def test_sigterm_with_nothing_to_save_is_no_success(work, monkeypatch, capsys):
     monkeypatch.setattr(train, "run", lambda config: signal.raise_signal(signal.SIGTERM))
-    assert train.main(arguments(work, "early", *ADAMW)) == 0
-    assert error_line(capsys) == "terminated"
+    assert train.main(arguments(work, "early", *ADAMW)) == 128 + signal.SIGTERM
+    assert error_line(capsys) == "terminated; nothing was saved"
+
+
+def test_sigterm_in_a_comparison_promises_nothing(work, at_step, capsys):
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+    command = arguments(work, "compared", "--compare", "adamw", "--seeds", 1)
+    assert train.main(command) == 128 + signal.SIGTERM
+    line = error_line(capsys)
+    assert "terminated after step 4 of 6: the same command repeats this run" in line
+
+
+def test_a_whole_checkpoint_stays_where_it_is_when_it_cannot_be_used(
+    work, whole, monkeypatch, capsys
+):
+    shutil.copytree(whole, work / "unlucky")
+
+    def fail(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED:\nout of memory")
+
+    monkeypatch.setattr(checkpoints, "_restored", fail)
+    capsys.readouterr()
+    assert train.main([*arguments(work, "unlucky", *ADAMW), "--resume"]) == 2
+    words = "6 is as it was saved, and cannot be used: RESOURCE_EXHAUSTED: out of memory"
+    assert words in error_line(capsys)
+    assert not (work / "unlucky" / "damaged").exists()
+    assert (work / "unlucky" / "checkpoints" / "6").is_dir()
 
 
 def test_a_second_run_in_a_folder_is_refused_and_destroys_nothing(work, whole, capsys):
@@ -206,6 +231,20 @@ def test_a_text_that_is_cut_while_in_use_ends_in_a_line(work, at_step, capsys):
     assert "train.tokens: has 100 bytes" in error_line(capsys)
 
 
+@pytest.mark.parametrize("file", ["meta.json", "train.tokens"])
+def test_a_damaged_cache_is_named(work, capsys, file):
+    cache = work / f"cache-{file}"
+    command = arguments(work, f"of-{file}", *ADAMW, "--cache", cache)
+    assert train.main(command) == 0
+    [path] = cache.glob(f"*/{file}")
+    path.write_text("{") if file == "meta.json" else path.unlink()
+    capsys.readouterr()
+    assert train.main(command) == 2
+    line = error_line(capsys)
+    assert f"{path.parent}: damaged" in line
+    assert f"remove {path.parent}" in line
+
+
 @pytest.mark.parametrize(
     ("out", "words"), [("text.py/run", "Not a directory"), ("x" * 300, "File name too long")]
 )
@@ -224,6 +263,8 @@ def test_lost_losses_are_not_passed_over(work, whole, capsys):
     assert train.main(command) == 2
     assert "metrics.jsonl is missing, with the losses up to step 6" in error_line(capsys)
     (work / "unrecorded" / "metrics.jsonl").touch()
+    done = [*arguments(work, "unrecorded", *ADAMW), "--resume"]
+    assert train.main(done) == 0  # with no step left to take
     assert train.main(command) == 0
 
 
@@ -232,6 +273,7 @@ def test_a_run_can_be_made_longer_and_not_shorter(work, whole, capsys):
     assert train.main([*arguments(work, "longer", *ADAMW, "--steps", 9), "--resume"]) == 0
     rows = [json.loads(x) for x in (work / "longer" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 10))
+    assert json.loads((work / "longer" / "settings.json").read_text())["steps"] == 9
     capsys.readouterr()
     assert train.main([*arguments(work, "longer", *ADAMW, "--steps", 7), "--resume"]) == 2
     assert "other settings: --steps was 9, now 7" in error_line(capsys)

@@ -157,7 +157,8 @@ def test_paper_is_the_papers_settings_with_guidance_unless_told_otherwise():
 
 @pytest.mark.parametrize("name", optimizers.NAMES)
 def test_settings_go_through_json_as_they_are(name):
-    used = settings(name, sampling_threshold=True)
+    options = {} if name == "adapprox-dense" else {"sampling_threshold": True}
+    used = settings(name, **options)
     assert json.loads(json.dumps(used)) == used
 
 
@@ -214,6 +215,11 @@ def test_the_embedding_can_have_a_rank_of_its_own():
     shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
     assert {(128, 16), (256, 16), (128, 4), (256, 4)} <= shapes
     assert settings("adapprox", embedding_rank=16)["embedding_rank"] == 16
+
+
+def test_what_the_dense_adapprox_lacks_is_refused():
+    with pytest.raises(ValueError, match="power_iterations is no option of adapprox-dense"):
+        settings("adapprox-dense", power_iterations=2)
 
 
 def test_an_infinite_threshold_is_a_word_in_the_records():
