@@ -1,6 +1,7 @@
 """The spectra of second moments: what they are of, and what is written."""
 
 import json
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ pytest.importorskip("matplotlib")
 from benchmarks import rank_history, singular_values
 from benchmarks.singular_values import error_of_rank, spectrum
 from examples.gpt2 import plots
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def of_rank_two():
@@ -48,6 +51,18 @@ def test_records_and_picture_are_of_all_steps_and_matrices(tmp_path, monkeypatch
 def test_bad_arguments_are_named(arguments):
     with pytest.raises(SystemExit, match="allowed: from 1, width in steps of 64, steps rising"):
         singular_values.main(**arguments)
+
+
+def test_the_page_says_what_the_records_say():
+    page = (ROOT / "docs" / "results.md").read_text()
+    of_values = json.loads((ROOT / "results/loss/singular_values.json").read_text())
+    assert singular_values.errors_table(of_values["steps"]) in page
+    rows = json.loads((ROOT / "results/loss/rank_history.json").read_text())["rows"]
+    first, last = (list(rows[i]["ranks"].values()) for i in (0, -1))
+    words = f"mean rank of {np.mean(first):.1f} at step {rows[0]['step']}"
+    assert words in page
+    words = f"{np.mean(last):.1f} at step {rows[-1]['step']}, {min(last)} the least"
+    assert words in page
 
 
 def test_ranks_are_drawn_of_stacks_too(tmp_path):
