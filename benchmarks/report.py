@@ -281,12 +281,9 @@ def draw_bytes(results: Results, path: pathlib.Path) -> None:
     """Draws loss against bytes of state per parameter, a text an axes."""
     figure, all_axes = _figure_of_texts(results)
     for text, axes in all_axes.items():
-        for label, style in _styles():
-            one = results.get((text, label))
-            if one is not None and math.isfinite(one.mean):
-                axes.errorbar(
-                    one.bytes_a_parameter, one.mean, one.error, capsize=2, label=label, **style
-                )
+        for one, style in _drawn(results, text):
+            if math.isfinite(one.mean):
+                axes.errorbar(one.bytes_a_parameter, one.mean, one.error, capsize=2, **style)
         axes.set(xlabel="bytes of optimizer state per parameter", title=text)
         axes.set_xscale("log", base=2)
         axes.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
@@ -297,13 +294,12 @@ def draw_curves(results: Results, path: pathlib.Path) -> None:
     """Draws loss, and perplexity on the right, against the step, a text an axes."""
     figure, all_axes = _figure_of_texts(results)
     for text, axes in all_axes.items():
-        for label, style in _styles():
-            one = results.get((text, label))
-            curves = [curve for curve in one.curves if curve] if one is not None else []
+        for one, style in _drawn(results, text):
+            curves = [curve for curve in one.curves if curve]
             if curves:
                 steps = [step for step, _ in curves[0]]
                 means = [statistics.mean(values) for values in _columns(curves)]
-                axes.plot(steps, means, label=label, markersize=4, **style)
+                axes.plot(steps, means, markersize=4, **style)
         axes.set(xlabel="step", title=text)
         perplexity = axes.secondary_yaxis("right", functions=(np.exp, _log))
         perplexity.set_ylabel("perplexity")
@@ -314,11 +310,9 @@ def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
     """Draws loss against the peak rate over the best one, first seeds, a text an axes."""
     figure, all_axes = _figure_of_texts(results)
     for text, axes in all_axes.items():
-        for label, style in _styles():
-            one = results.get((text, label))
-            if one is not None:
-                tried = {r / one.rate: x for r, x in one.grid.items() if math.isfinite(x)}
-                axes.plot(list(tried), list(tried.values()), label=label, markersize=4, **style)
+        for one, style in _drawn(results, text):
+            tried = {r / one.rate: x for r, x in one.grid.items() if math.isfinite(x)}
+            axes.plot(list(tried), list(tried.values()), markersize=4, **style)
         axes.set(xlabel="peak rate / best peak rate", title=text)
         axes.set_xscale("log", base=2)
     _finish(figure, all_axes, path)
@@ -331,13 +325,14 @@ def _figure_of_texts(results: Results) -> tuple[Figure, dict[str, Axes]]:
     return figure, axes
 
 
-def _styles() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ours as circles, opponents as squares; the second ten of a group are empty."""
+def _drawn(results: Results, text: str) -> Iterator[tuple[Summary, dict[str, Any]]]:
+    """What is known on a text: ours as circles, opponents as squares, the second ten empty."""
     for group, marker, line in (("ours", "o", "-"), ("opponents", "s", "--")):
         for number, label in enumerate(GROUPS[group]):
-            fill = "full" if number < 10 else "none"
-            style = {"marker": marker, "linestyle": line, "fillstyle": fill}
-            yield label, {**style, "color": f"C{number % 10}"}
+            if (text, label) in results:
+                fill = "full" if number < 10 else "none"
+                style = {"marker": marker, "linestyle": line, "fillstyle": fill}
+                yield results[text, label], {**style, "color": f"C{number % 10}", "label": label}
 
 
 def _finish(figure: Figure, all_axes: dict[str, Axes], path: pathlib.Path) -> None:
