@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from adapprox_jax.boxes import is_box, unbox
+from adapprox_jax.sharding import on_host
 from adapprox_jax.state import ScaleByAdapproxState
 from adapprox_jax.tree_checks import check_concrete
 from adapprox_jax.validation import require_transformation
@@ -77,7 +78,7 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
                 error=_number(error),
                 nbytes=q.nbytes + u.nbytes,
                 dense_nbytes=math.prod(param.shape) * param.dtype.itemsize,
-                drift=_number(np.asarray(drift, np.float64) / np.where(norm == 0, 1, norm)),
+                drift=_number(on_host(drift).astype(np.float64) / np.where(norm == 0, 1, norm)),
             )
     return report
 
@@ -119,9 +120,9 @@ def _matrix_norms(x: jax.Array) -> np.ndarray:
     largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.promote_types(x.dtype, jnp.float32))
     scale = jnp.where(largest == 0, 1, largest)[..., None, None]
     norm = jnp.linalg.norm(x / scale, axis=(-2, -1))  # squares of numbers up to 1
-    return np.asarray(norm, np.float64) * np.asarray(largest, np.float64)
+    return on_host(norm).astype(np.float64) * on_host(largest).astype(np.float64)
 
 
 def _number(x: Any) -> Any:
-    array = np.asarray(x)
+    array = on_host(x)
     return array.item() if array.ndim == 0 else array

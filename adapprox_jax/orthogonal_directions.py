@@ -21,10 +21,11 @@ from adapprox_jax.matrix_view import (
 )
 from adapprox_jax.newton_schulz import newton_schulz
 from adapprox_jax.ordering import begin_after
-from adapprox_jax.sharding import with_automatic_axes
+from adapprox_jax.sharding import is_compilers_mesh, with_automatic_axes
 from adapprox_jax.together import grouping_of
 from adapprox_jax.tree_checks import check_types, leaf_name
 from adapprox_jax.validation import require_integer
+from adapprox_jax.whole_matrices import each_on_one_device
 
 # Entries that are worked on at once, with some 16 bytes of temporaries each: on a CPU one matrix
 # keeps all cores busy, on accelerators it takes several.
@@ -126,32 +127,57 @@ def _standing(stack: jax.Array, leaf: jax.Array, view: MatrixView) -> jax.Array:
 def _of_stacks(
     steps: int, at_once: int, product_dtype: Any, stacks: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Orthogonalizes stacks of matrices, of those of one shape as many at once as there may be."""
-    parts: list[list[jax.Array]] = [[] for _ in stacks]
-    grouping = grouping_of(stacks)
+    """Orthogonalizes stacks of matrices, those of one shape together."""
+    results = list(stacks)
     ready = jnp.zeros(())
-    for group in (group for kind in grouping.kinds for group in kind):
-        _, m, n = stacks[group[0]].shape
-        each = max(at_once // max(m * n, 1), 1)
-        for pieces in _pieces([grouping.sizes[i] for i in group], each):
-            # In the type of products here already: half of what is turned and put together.
-            taken = [
-                stacks[group[i]][start:stop].astype(product_dtype or stacks[group[i]].dtype)
-                for i, start, stop in pieces
-            ]
-            batch = begin_after(ready, jnp.concatenate(taken))
-            # Behind the barrier, because results in bfloat16 would be kept in float32.
-            done = jax.lax.optimization_barrier(newton_schulz(batch, steps, product_dtype))
-            ready = jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32)
-            ends = 0
-            for i, start, stop in pieces:
-                parts[group[i]].append(done[ends : ends + stop - start])
-                ends += stop - start
-    wholes = [x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts]
-    return [
-        whole.astype(stack.dtype) * math.sqrt(stack.shape[2])
-        for whole, stack in zip(wholes, stacks, strict=True)
-    ]
+    work = partial(_in_batches, steps, at_once, product_dtype)
+    for group in (group for kind in grouping_of(stacks).kinds for group in kind):
+        if is_compilers_mesh():
+            # In the type of products here already: half of what is moved.
+            members = [_as_operand(stacks[i], product_dtype) for i in group]
+            members[0] = begin_after(ready, members[0])
+            done = each_on_one_device(lambda batch: work([batch], jnp.zeros(()))[0][0], members)
+            ready = _known_after(done[0])
+        else:
+            done, ready = work([stacks[i] for i in group], ready)
+        for i, x in zip(group, done, strict=True):
+            results[i] = x.astype(stacks[i].dtype) * math.sqrt(x.shape[2])
+    return results
+
+
+def _in_batches(
+    steps: int,
+    at_once: int,
+    product_dtype: Any,
+    stacks: Sequence[jax.Array],
+    ready: jax.Array,
+) -> tuple[list[jax.Array], jax.Array]:
+    """Newton-Schulz iteration of stacks of one shape, of as many matrices at once as there may be.
+
+    Begins when `ready` is known; returns the results, and what is known after them.
+    """
+    _, m, n = stacks[0].shape
+    parts: list[list[jax.Array]] = [[] for _ in stacks]
+    for pieces in _pieces([len(stack) for stack in stacks], max(at_once // max(m * n, 1), 1)):
+        # In the type of products here already: half of what is turned and put together.
+        taken = [_as_operand(stacks[i][start:stop], product_dtype) for i, start, stop in pieces]
+        batch = begin_after(ready, jnp.concatenate(taken))
+        # Behind the barrier, because results in bfloat16 would be kept in float32.
+        done = jax.lax.optimization_barrier(newton_schulz(batch, steps, product_dtype))
+        ready = _known_after(done)
+        ends = 0
+        for i, start, stop in pieces:
+            parts[i].append(done[ends : ends + stop - start])
+            ends += stop - start
+    return [x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts], ready
+
+
+def _as_operand(stack: jax.Array, product_dtype: Any) -> jax.Array:
+    return stack.astype(product_dtype or stack.dtype)
+
+
+def _known_after(done: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32)
 
 
 def _pieces(sizes: Sequence[int], each: int) -> list[list[tuple[int, int, int]]]:

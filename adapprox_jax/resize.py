@@ -11,6 +11,7 @@ from adapprox_jax.boxes import rebox, unbox
 from adapprox_jax.inspect import rank_report
 from adapprox_jax.rank import fit_columns
 from adapprox_jax.settings import require_max_rank, resolve_capacity
+from adapprox_jax.sharding import on_host
 from adapprox_jax.state import LeafState, ScaleByAdapproxState, leaf_states, state_of
 from adapprox_jax.tree_checks import check_concrete
 from adapprox_jax.validation import require, require_flag, require_integer
@@ -146,24 +147,24 @@ def grow(
 def _resize_leaf(name: str, leaf: LeafState, capacity: int, truncate: bool) -> LeafState:
     """One leaf with buffers of another width."""
     is_abstract = isinstance(leaf.q, jax.ShapeDtypeStruct)
-    if not is_abstract and capacity < np.max(leaf.rank, initial=0):
-        energies = np.sum(np.square(np.asarray(leaf.u, np.float64)), axis=-2)
+    if not is_abstract and capacity < np.max(on_host(leaf.rank), initial=0):
+        energies = np.sum(np.square(on_host(leaf.u).astype(np.float64)), axis=-2)
         left_out, norm = (np.sqrt(x.sum(-1)) for x in (energies[..., capacity:], energies))
         share = left_out / np.where(norm == 0, 1, norm)
         if not truncate:
-            used = np.max(leaf.rank)
+            used = np.max(on_host(leaf.rank))
             raise ValueError(
                 f"{name}: {used} columns are in use, {capacity} were asked for, and"
                 f" {np.max(share):.2%} of the norm would be lost; allowed: at least {used}, or"
                 " truncate=True."
             )
         # ||A||^2 = ||q u^T||^2 / (1 - xi^2), since the two are orthogonal.
-        old = np.square(np.asarray(leaf.error, np.float64))
+        old = np.square(on_host(leaf.error).astype(np.float64))
         error = np.sqrt(old + np.square(share) * (1 - old))
         leaf = leaf._replace(
             rank=jnp.minimum(leaf.rank, capacity),
             error=_like(leaf.error, error),
-            drift=_like(leaf.drift, np.asarray(leaf.drift, np.float64) + left_out),
+            drift=_like(leaf.drift, on_host(leaf.drift).astype(np.float64) + left_out),
         )
     return leaf._replace(q=_fit(leaf.q, capacity), u=_fit(leaf.u, capacity))
 

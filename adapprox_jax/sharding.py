@@ -11,6 +11,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from adapprox_jax.boxes import select_axes
@@ -90,15 +92,29 @@ def devices_in_use() -> int:
     return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
 
 
+def is_compilers_mesh() -> bool:
+    """Whether a mesh of several devices is in use and all of its axes are the compiler's."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return devices_in_use() > 1 and not mesh.manual_axes and not mesh.explicit_axes
+
+
 def replicated(tree: Any) -> Any:
     """Arrays that serve differently sharded ones, on all devices, if a mesh is in use.
 
     Else the compiler shards them as suits one of those they serve, and moves them for all others.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if devices_in_use() == 1 or mesh.manual_axes or mesh.explicit_axes:
+    if not is_compilers_mesh():
         return tree
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec()), tree)
+
+
+def on_host(array: Any) -> np.ndarray:
+    """The values of an array, of all processes where this one has but a part of them."""
+    if isinstance(array, jax.Array) and not (
+        array.is_fully_addressable or array.is_fully_replicated
+    ):
+        array = multihost_utils.process_allgather(array, tiled=True)
+    return np.asarray(array)
 
 
 def varying_alike(tree: Any) -> Any:

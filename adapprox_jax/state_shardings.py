@@ -37,7 +37,8 @@ def state_shardings(
       `jax.jit(tx.init, out_shardings=...)`, `jax.device_put` and Orbax.
 
     Raises:
-      ValueError: there is no mesh or more than one, or a box names an axis that the mesh lacks.
+      ValueError: there is no mesh or more than one, a box names an axis that the mesh lacks, or
+        `tx.init` has operations that JAX refuses under explicit axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, adapprox_jax
@@ -67,8 +68,15 @@ def state_shardings(
         return jax.tree.unflatten(jax.tree.structure(param), [value])
 
     abstract = jax.tree_util.tree_map_with_path(typed, params, is_leaf=is_box)
-    with jax.sharding.use_abstract_mesh(explicit):
-        state = jax.eval_shape(tx.init, abstract)
+    try:
+        with jax.sharding.use_abstract_mesh(explicit):
+            state = jax.eval_shape(tx.init, abstract)
+    except Exception as error:  # of JAX, where an operation is ambiguous there
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"tx.init cannot be traced with explicit axes: {reason}; allowed: transformations that"
+            " can."
+        ) from error
 
     def concrete(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec

@@ -85,7 +85,8 @@ def scale_by_adam_8_bits(
         return decode(held, values, like.shape) if isinstance(held, Codes) else held
 
     def init(params: optax.Params) -> ScaleByAdam8BitsState:
-        zeros = optax.tree.zeros_like(params)
+        # Not divided as the parameters are: under explicit axes `searchsorted` takes no such array.
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
         mu, nu = (
             jax.tree.map(lambda x, values=values: kept(x, values), zeros)
             for values in (SIGNED, UNSIGNED)

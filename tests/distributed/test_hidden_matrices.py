@@ -1,0 +1,229 @@
+"""adapprox_muon on a mesh: each device has its share of the matrices, and few bytes move."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import adapprox_jax
+from benchmarks.collectives import collectives_of
+
+DEVICES = 8
+SPECS = {
+    "rows": P(None, ("x", "y"), None),
+    "columns": P(None, None, ("x", "y")),
+    "both": P(None, "x", "y"),
+    "both transposed": P(None, "y", "x"),
+    "of a stack": P(("y", "x"), None, None),
+    "of a stack and columns": P("x", None, "y"),
+    "copies": P(None, None, "y"),
+    "copies of all": P(),
+}
+
+
+@pytest.fixture
+def mesh():
+    if jax.device_count() < DEVICES:
+        pytest.skip("needs eight devices")
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def abstract(mesh, shapes, specs):
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+
+
+def directions(params):
+    """The program that makes updates orthogonal."""
+    tx = adapprox_jax.orthogonalize()
+    shardings = {name: getattr(x, "sharding", None) for name, x in params.items()}
+    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    if None not in shardings.values():
+        update = jax.jit(update, out_shardings=shardings)
+    return update.lower(params).compile()
+
+
+def copies_moved(found, params):
+    """Of all matrices in bfloat16; what the device itself has of the result is counted, too."""
+    matrices = sum(2 * x.size for x in params.values())
+    return DEVICES * sum(one.nbytes for one in found) / matrices
+
+
+SMALL = 1e-3  # copies: sums that tell when a group is done
+
+
+FAST = ("both", "of a stack and columns")  # the others are of the slow suite
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+        for name in SPECS
+        if "copies" not in name
+    ],
+)
+def test_two_copies_move_and_nothing_is_done_twice(mesh, in_phases, name):
+    in_phases()
+    shapes = {name: (8, 64, 128), "turned": (16, 128, 64)}
+    params = abstract(mesh, shapes, {name: SPECS[name], "turned": P(None, "x", "y")})
+    program = directions(params)
+    found = collectives_of(program.as_text())
+    assert {one.kind for one in found} <= {"all-to-all", "all-reduce"}
+    assert copies_moved(found, params) <= 2 + SMALL
+    assert len(found) <= 5
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        alone = directions({k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()})
+    flops = [one.cost_analysis()["flops"] for one in (program, alone)]
+    assert flops[0] <= 1.25 * flops[1] / DEVICES
+
+
+@pytest.mark.parametrize("name", ["copies", pytest.param("copies of all", marks=pytest.mark.slow)])
+def test_devices_with_copies_share_the_work(mesh, in_phases, name):
+    in_phases()
+    params = abstract(mesh, {name: (8, 64, 128)}, SPECS)
+    program = directions(params)
+    copies = 2 if name == "copies" else 8
+    found = collectives_of(program.as_text())
+    assert copies_moved(found, params) <= copies + 2 + SMALL  # there, back and to each copy
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        alone = directions({name: jax.ShapeDtypeStruct((8, 64, 128), jnp.float32)})
+    flops = [one.cost_analysis()["flops"] for one in (program, alone)]
+    assert flops[0] <= 1.25 * flops[1] / DEVICES
+
+
+@pytest.mark.parametrize("way", ["on CPUs", "on accelerators"])
+def test_directions_are_those_of_one_device(mesh, request, way):
+    if way == "on accelerators":
+        request.getfixturevalue("in_phases")()
+    rng = np.random.default_rng(0)
+    shapes = {name: (8 if "stack" in name else 3, 16, 32) for name in SPECS}
+    specs = {**SPECS, "square": P(None, "x", "y"), "square turned": P(None, "y", "x")}
+    shapes |= {"square": (5, 32, 32), "square turned": (4, 32, 32), "flat": (32, 16)}
+    specs["flat"] = P("y", "x")
+    shapes["uneven"], specs["uneven"] = (18, 24), P("x", None)
+    values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    tx = adapprox_jax.orthogonalize()
+    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    placed = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in values.items()}
+    actual = update(placed)
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        expected = update(values)
+    # Sums in another order: in bfloat16 a step may round to the next number, 2^-8 of entries of up
+    # to sqrt(32) / 4, a few times over.
+    atol = 0.1 if way == "on accelerators" else 1e-4
+    for name in shapes:
+        np.testing.assert_allclose(actual[name], expected[name], atol=atol, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(),
+        pytest.param(dict(mu_dtype="int4"), marks=pytest.mark.slow),
+        pytest.param(dict(second_moment=True, max_rank=2), marks=pytest.mark.slow),
+    ],
+)
+def test_steps_are_those_of_one_device(mesh, settings):
+    tx = adapprox_jax.adapprox_muon(1e-2, min_dim_size_to_factor=8, **settings)
+    shapes = {"up": (3, 16, 64), "down": (3, 64, 16), "embedding": (96, 16), "bias": (16,)}
+    specs = {"up": P(None, "x", "y"), "down": P(None, "y", "x"), "embedding": P("y", "x")}
+    specs["bias"] = P()
+
+    def values(seed, place):
+        rng = np.random.default_rng(seed)
+        return {k: place(k, rng.normal(size=s).astype(np.float32)) for k, s in shapes.items()}
+
+    def steps(place, of_state):
+        params = values(0, place)
+        state = of_state(params)
+
+        @jax.jit
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        for seed in (1, 2, 3):
+            params, state = step(params, state, values(seed, place))
+        return jax.device_get(params)
+
+    actual = steps(
+        lambda name, x: jax.device_put(x, NamedSharding(mesh, specs[name])),
+        lambda params: jax.jit(tx.init, out_shardings=adapprox_jax.state_shardings(tx, params))(
+            params
+        ),
+    )
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        expected = steps(lambda _, x: x, jax.jit(tx.init))
+    for name in shapes:
+        np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, err_msg=name)
+
+
+def test_vmapped_and_differentiated_on_a_mesh(mesh):
+    tx = adapprox_jax.orthogonalize()
+    value = np.random.default_rng(0).normal(size=(2, 4, 16, 32)).astype(np.float32)
+
+    def total(updates):
+        out, _ = tx.update({"w": updates}, tx.init({"w": updates}))
+        return jnp.sum(out["w"] ** 3)
+
+    placed = jax.device_put(value, NamedSharding(mesh, P(None, None, "x", "y")))
+    actual = [jax.jit(jax.vmap(total))(placed), jax.jit(jax.grad(total))(placed[0])]
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        expected = [jax.jit(jax.vmap(total))(value), jax.jit(jax.grad(total))(value[0])]
+    for x, y in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(y))))
+
+
+def test_heads_that_an_axis_divides_in_part():
+    """Two heads over eight devices: no names of axes say how the compiler divides them."""
+    if jax.device_count() < DEVICES:
+        pytest.skip("needs eight devices")
+    value = np.random.default_rng(0).normal(size=(16, 2, 8)).astype(np.float32)
+    inputs = np.ones((4, 16), np.float32)
+    tx = adapprox_jax.orthogonalize(
+        weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(0, 2)
+    )
+
+    def step(kernel, inputs):
+        def loss(kernel):
+            heads = inputs @ kernel.reshape(16, 16)
+            if jax.sharding.get_abstract_mesh().size > 1:
+                heads = jax.lax.with_sharding_constraint(heads, P(None, "x"))
+            return jnp.sum(jax.nn.relu(heads) ** 2)
+
+        grads = jax.grad(loss)(kernel)
+        return tx.update(grads, tx.init(grads))[0]
+
+    results = []
+    for devices in (1, DEVICES):
+        axes = jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
+        with jax.set_mesh(axes):
+            results.append(np.asarray(jax.jit(step)(value, inputs)))
+    # All rows are alike: of rank one, so that rounding decides nothing but its direction's signs.
+    np.testing.assert_allclose(*results, atol=1e-4)
+
+
+def test_explicit_axes(mesh):
+    explicit = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    value = np.random.default_rng(0).normal(size=(4, 16, 32)).astype(np.float32)
+    tx = adapprox_jax.orthogonalize()
+    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    with jax.set_mesh(explicit):
+        placed = jax.device_put(value, NamedSharding(explicit, P(None, "x", "y")))
+        program = update.lower(placed).compile()
+        actual = update(placed)
+        assert actual.sharding.spec == P(None, "x", "y")
+    assert {one.kind for one in collectives_of(program.as_text())} <= {"all-to-all", "all-reduce"}
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        np.testing.assert_allclose(actual, update(value), atol=1e-4)
+    assert math.prod(explicit.axis_sizes) == DEVICES
