@@ -26,15 +26,27 @@ class Windows:
 
 
 def batches(
-    tokens: np.ndarray | Tokens, context: int, batch_size: int, seed: int
+    tokens: np.ndarray | Tokens,
+    context: int,
+    batch_size: int,
+    seed: int,
+    share: tuple[int, int] = (0, 1),
 ) -> grain.DatasetIterator[np.ndarray]:
     """Endless batches of shape (batch_size, context + 1), each epoch in a new order.
 
     The order depends on the seed alone, and the iterator's `get_state` and `set_state` keep and
-    restore the position in it.
+    restore the position in it, for any share.
+
+    Args:
+      tokens: Where windows are taken from.
+      context: Inputs of a window.
+      batch_size: Windows in a batch.
+      seed: Of the order.
+      share: Which of how many equal parts of each batch is read: (0, 1) for all of it.
     """
+    part, parts = share
     dataset = grain.MapDataset.source(Windows(tokens, context)).seed(seed).shuffle().repeat()
-    dataset = dataset.batch(batch_size, drop_remainder=True)
+    dataset = dataset.batch(batch_size // parts, drop_remainder=True)[part::parts]
     # Reading is a copy out of the system's cache: one thread ahead of the training is plenty.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import grain
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 import adapprox_jax
 from examples.gpt2.config import UsageError, option_of
+from examples.gpt2.processes import from_first, is_first, wait_for_all
 from examples.gpt2.step import TrainState
 
 CHECKSUMS = "checksums.json"
+NONE = -1  # no step
 
 
 class StorageError(RuntimeError):
@@ -48,6 +51,8 @@ def _in_one_line(checkpoints: ocp.CheckpointManager, what: str) -> Iterator[None
     """Within, what goes wrong is a `StorageError`: TensorStore has no errors of its own."""
     try:
         yield
+    except jax.errors.JaxRuntimeError:
+        raise  # of the devices, or of another process that is lost
     except (OSError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise StorageError(
@@ -81,7 +86,8 @@ def save(
         checkpoints.save(
             step,
             args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()), extra=ocp.args.JsonSave(extra)
+                state=ocp.args.StandardSave(_without_empty(state)._asdict()),
+                extra=ocp.args.JsonSave(extra),
             ),
         )
         if not checkpoints.is_saving_in_progress():
@@ -91,6 +97,8 @@ def save(
 def seal(checkpoints: ocp.CheckpointManager) -> None:
     """Writes the checksums of checkpoints that are whole and have none, once saving has ended."""
     checkpoints.wait_until_finished()
+    if not is_first():
+        return
     for step in checkpoints.all_steps():
         folder = pathlib.Path(checkpoints.directory) / str(step)
         if not (folder / CHECKSUMS).exists():
@@ -141,27 +149,46 @@ def restore(
       UsageError: If there is no good checkpoint, or it is of a run with other settings or
         parameters, or something else than damage is in the way.
     """
+    while True:
+        step = from_first(_last_good(checkpoints) if is_first() else NONE)
+        if step == NONE:
+            raise UsageError(
+                f"--resume: there is no checkpoint in {checkpoints.directory} that is whole"
+            )
+        checkpoints.reload()
+        try:
+            return step, _restored(checkpoints, step, state, batches, used)
+        except UsageError:
+            raise
+        except Exception as error:  # of Orbax, TensorStore or msgpack, as the damage has it
+            folder = pathlib.Path(checkpoints.directory) / str(step)
+            reason = " ".join(str(error).split())[:200]
+            if (folder / CHECKSUMS).exists():
+                raise UsageError(
+                    f"--resume: {folder} is as it was saved, and cannot be used: {reason}"
+                ) from error
+            wait_for_all("a damaged checkpoint")
+            if is_first():
+                _put_aside(folder, f"cannot be read: {reason}")
+            checkpoints.reload()
+
+
+def _last_good(checkpoints: ocp.CheckpointManager) -> int:
+    """The last step whose checkpoint is as it was saved; later ones are put aside."""
     for step in sorted(checkpoints.all_steps(), reverse=True):
         folder = pathlib.Path(checkpoints.directory) / str(step)
         damage = damage_of(folder)
         if damage is None:
-            try:
-                return step, _restored(checkpoints, step, state, batches, used)
-            except UsageError:
-                raise
-            except Exception as error:  # of Orbax, TensorStore or msgpack, as the damage has it
-                reason = " ".join(str(error).split())[:200]
-                if (folder / CHECKSUMS).exists():
-                    raise UsageError(
-                        f"--resume: {folder} is as it was saved, and cannot be used: {reason}"
-                    ) from error
-                damage = f"cannot be read: {reason}"
-        kept = folder.parents[1] / "damaged" / folder.name
-        kept.parent.mkdir(exist_ok=True)
-        folder.rename(free_name(kept))
-        print(f"{folder}: {damage}; it is now in {kept.parent}")
-        checkpoints.reload()
-    raise UsageError(f"--resume: there is no checkpoint in {checkpoints.directory} that is whole")
+            return step
+        _put_aside(folder, damage)
+    return NONE
+
+
+def _put_aside(folder: pathlib.Path, damage: str) -> None:
+    kept = folder.parents[1] / "damaged" / folder.name
+    kept.parent.mkdir(exist_ok=True)
+    folder.rename(free_name(kept))
+    print(f"{folder}: {damage}; it is now in {kept.parent}")
 
 
 def free_name(path: pathlib.Path) -> pathlib.Path:
@@ -192,11 +219,29 @@ def _restored(
         raise UsageError(f"--resume: the checkpoint is of other parameters: {differences}")
     target = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
     target = target._replace(opt_state=adapprox_jax.resize(target.opt_state, extra["capacities"]))
-    target = target._asdict()
-    arguments = ocp.args.Composite(state=ocp.args.StandardRestore(target))
+    filled = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(_filled(x.shape), x.dtype, sharding=x.sharding), target
+    )
+    arguments = ocp.args.Composite(state=ocp.args.StandardRestore(filled._asdict()))
     restored = TrainState(**checkpoints.restore(step, args=arguments).state)
+    restored = jax.tree.map(
+        lambda x, like: x if like.size else x[tuple(map(slice, like.shape))], restored, target
+    )
     batches.set_state(extra["data"])
     return restored
+
+
+def _without_empty(state: TrainState) -> TrainState:
+    """A state with zeros in place of empty arrays, which Orbax refuses; GaLore's has some."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        return x if x.size else jax.device_put(np.zeros(_filled(x.shape), x.dtype), x.sharding)
+
+    return jax.tree.map(fill, state)
+
+
+def _filled(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(max(size, 1) for size in shape) if 0 in shape else shape
 
 
 def _other_settings(old: dict[str, Any], new: dict[str, Any]) -> str:

@@ -36,6 +36,52 @@ PRESETS = {
 }
 
 
+MESH_AXES = ("data", "fsdp", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+@show_defaults(
+    {"coordinator": "this process alone", "count": "the cluster's", "index": "the cluster's"},
+)
+class Processes:
+    """Which of how many processes this is, and where they meet."""
+
+    coordinator: str | None = None
+    """HOST:PORT of the first process, the same for all; "auto" where the cluster tells JAX all
+    three, as Slurm, Open MPI and TPUs do."""
+    count: int | None = None
+    """How many there are."""
+    index: int | None = None
+    """Which one this is, from 0."""
+
+    def check(self) -> None:
+        """Raises UsageError where one is missing or out of range."""
+        numbers = (self.count, self.index)
+        if self.coordinator in (None, "auto"):
+            if numbers != (None, None):
+                raise UsageError(
+                    f"--processes.coordinator is {self.coordinator or 'not given'}: leave out"
+                    " --processes.count and --processes.index, or give its HOST:PORT"
+                )
+            return
+        host, _, port = str(self.coordinator).rpartition(":")
+        if not host or not _is_number(port) or not 0 < int(port) < 2**16:
+            raise UsageError(
+                f"--processes.coordinator is {self.coordinator}, and must be HOST:PORT or auto"
+            )
+        if self.count is None or self.index is None or not 0 <= self.index < self.count:
+            raise UsageError(
+                f"--processes.count is {self.count} and --processes.index {self.index}: both are"
+                " needed, and the index must be from 0 to the count - 1"
+            )
+
+    def __str__(self) -> str:
+        """In words."""
+        if self.count is None:
+            return f"--processes.coordinator {self.coordinator}"
+        return f"process {self.index} of {self.count}, which meet at {self.coordinator}"
+
+
 _SHAPE = ("layers", "width", "heads", "context", "vocabulary")  # of a model, as options say it
 
 
@@ -58,6 +104,7 @@ def _preset_defaults() -> dict[str, str]:
         "out": "a folder in runs/gpt2, named after the model, the optimizer and the seed",
         "compare": "none",
         "learning_rates": "that of --learning-rate",
+        "mesh": "the first device alone",
     }
 
 
@@ -114,6 +161,12 @@ class Config:
     elastic: bool = False
     """Begin with narrow factor buffers and widen them where ranks reach their width, up to
     --adapprox.max-rank. The rank must be adaptive."""
+
+    mesh: str | None = None
+    """Devices along "data", which divides batches, "fsdp", which divides batches and parameters,
+    and "tensor", which divides layers: data=2,fsdp=2,tensor=2, say. An axis left out is 1."""
+    processes: Processes = dataclasses.field(default_factory=Processes)
+    """For devices of several processes; the same command starts each, but for its index."""
 
     out: pathlib.Path | None = None
     """Folder for checkpoints, metrics and figures."""
@@ -184,7 +237,7 @@ _GROUPS = {"hyper": optimizers.Hyperparameters, "adapprox": optimizers.AdapproxO
 # What a run does, as opposed to where it is kept and what is shown of it.
 _NOT_SETTINGS = {
     *("data", "out", "cache", "resume", "checkpoint_every", "sample_tokens"),
-    *("compare", "seeds", "learning_rates"),
+    *("compare", "seeds", "learning_rates", "mesh", "processes"),
     *_GROUPS,  # what becomes of them is in the optimizer's settings
 }
 
@@ -271,10 +324,40 @@ def _check(config: Config) -> None:
                 "--elastic needs ranks that adapt: adapprox with --adapprox.initial-rank, or"
                 f" adapprox-paper, and not {name}"
             )
+    if config.mesh is not None:
+        mesh_sizes(config.mesh)
+    config.processes.check()
+    if config.compare and config.processes.coordinator is not None:
+        raise UsageError("--compare runs in one process: leave out --processes.coordinator")
     if config.warmup >= config.steps:
         raise UsageError(f"--warmup {config.warmup} must be below --steps {config.steps}")
     if config.tokenizer == "bytes" and config.vocabulary < 256:
         raise UsageError(f"--vocabulary {config.vocabulary} is below the 256 of --tokenizer bytes")
+
+
+def mesh_sizes(words: str) -> dict[str, int]:
+    """The sizes of all axes of a mesh, from words such as "data=2,tensor=4".
+
+    Raises:
+      UsageError: If an axis does not exist, is there twice, or has no size.
+    """
+    sizes = dict.fromkeys(MESH_AXES, 1)
+    seen = []
+    for part in words.split(","):
+        name, _, size = part.partition("=")
+        if name not in sizes or name in seen or not _is_number(size) or int(size) == 0:
+            raise UsageError(
+                f"--mesh {words}: {part!r} is not one of {', '.join(MESH_AXES)} with its size,"
+                " each once: data=2,fsdp=2,tensor=2, say"
+            )
+        sizes[name] = int(size)
+        seen.append(name)
+    return sizes
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word is a whole number that counts devices or ports, and not an absurd one."""
+    return word.isascii() and word.isdecimal() and len(word) < 10
 
 
 def _option(name: str) -> str:

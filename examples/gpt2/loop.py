@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from examples.gpt2.elastic import Widen
 from examples.gpt2.metrics import Metrics, record
+from examples.gpt2.processes import is_first, largest
 from examples.gpt2.step import TrainState
 
 LOG_EVERY = 10  # steps whose losses are fetched at once, so that the next ones need not wait
@@ -27,11 +28,20 @@ class Interruptions:
     """What signals asked for since they are listened to."""
 
     def __init__(self) -> None:
-        self.kind: type[KeyboardInterrupt] | None = None
+        self._number = 0
 
     def hear(self, number: int, _: Any) -> None:
         """A handler of signals."""
-        self.kind = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        self._number = number
+
+    def asked(self, may_ask_others: bool) -> type[KeyboardInterrupt] | None:
+        """What any of the processes was asked for: they agree where they may ask each other."""
+        number = self._number if jax.process_count() == 1 else 0
+        if may_ask_others:
+            number = largest(self._number)
+        if not number:
+            return None
+        return Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -79,7 +89,7 @@ def loop(
     """Takes the steps after `start`; records, validates and saves at their intervals.
 
     Buffers that may be widened are looked at every `LOG_EVERY` steps. Ctrl-C and SIGTERM
-    are heard between two steps.
+    are heard between two steps, and with several processes where losses are recorded.
 
     Args:
       plan: How long, and when.
@@ -101,15 +111,19 @@ def loop(
     clock = time.perf_counter()
     with (
         interruptions() as interrupted,
-        tqdm(total=plan.steps, initial=start, unit="step", disable=None) as bar,
+        tqdm(
+            total=plan.steps, initial=start, unit="step", disable=None if is_first() else True
+        ) as bar,
     ):
         for step in range(start + 1, plan.steps + 1):
             state, loss = actions.step(state, next(batches))
             waiting.append(loss)
-            last, stop = step == plan.steps, interrupted.kind is not None
+            last = step == plan.steps
             to_check = last or step % plan.eval_every == 0
-            to_save = last or stop or step % plan.checkpoint_every == 0
-            if to_check or to_save or step % LOG_EVERY == 0:
+            to_save = last or step % plan.checkpoint_every == 0
+            to_record = to_check or to_save or step % LOG_EVERY == 0
+            stop = interrupted.asked(to_record)
+            if to_record or stop:
                 losses = [float(x) for x in jax.device_get(waiting)]
                 seconds = time.perf_counter() - clock
                 speed = len(losses) * plan.tokens / seconds
@@ -121,10 +135,10 @@ def loop(
                 if actions.widen is not None and step % LOG_EVERY == 0 and not last:
                     opt_state = actions.widen(state.opt_state, state.params)
                     state = state._replace(opt_state=opt_state)
-                if to_save:
+                if to_save or stop:
                     actions.save(step, state)
                 waiting, clock = [], time.perf_counter()
-            if interrupted.kind is not None and stop and not last:
-                word = "terminated" if interrupted.kind is Terminated else "interrupted"
-                raise interrupted.kind(f"{word} after step {step} of {plan.steps}")
+            if stop and not last:
+                word = "terminated" if stop is Terminated else "interrupted"
+                raise stop(f"{word} after step {step} of {plan.steps}")
     return state

@@ -15,6 +15,7 @@ import adapprox_jax
 from examples.gpt2 import records
 from examples.gpt2.config import UsageError
 from examples.gpt2.elastic import IsFull
+from examples.gpt2.processes import is_first
 from examples.gpt2.step import TrainState
 
 MIB = 2**20
@@ -25,7 +26,10 @@ class DivergedError(RuntimeError):
 
 
 class Metrics:
-    """Rows of numbers, appended to `metrics.jsonl` and to TensorBoard; `rows` has all of them."""
+    """Rows of numbers, appended to `metrics.jsonl` and to TensorBoard; `rows` has all of them.
+
+    Of several processes the first one writes, and all have the rows.
+    """
 
     def __init__(self, out: pathlib.Path, step: int):
         """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped.
@@ -40,6 +44,9 @@ class Metrics:
                 " make an empty file of that name to go on without them"
             )
         self.rows = [row for row in records.read(path) if row["step"] <= step]
+        self._writes = is_first()
+        if not self._writes:
+            return
         temporary = path.with_suffix(".partial")
         temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
         temporary.rename(path)
@@ -49,6 +56,8 @@ class Metrics:
     def write(self, step: int, **values: Any) -> None:
         """Appends a row; numbers go to TensorBoard too."""
         self.rows.append({"step": step, **values})
+        if not self._writes:
+            return
         self._file.write(json.dumps(self.rows[-1]) + "\n")
         for name, value in values.items():
             if isinstance(value, int | float):
@@ -56,6 +65,8 @@ class Metrics:
 
     def close(self) -> None:
         """Writes what is still held back."""
+        if not self._writes:
+            return
         self._file.close()
         self._board.close()
 

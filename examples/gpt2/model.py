@@ -7,12 +7,14 @@ between them compute in.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,8 @@ class GPTConfig:
     epsilon: float = 1e-5  # of the layer norms
     tied: bool = True  # whether the logits' matrix is the embedding's
 
+
+BATCH_AXES = ("data", "fsdp")  # of a mesh, along which batches are divided
 
 # By the names that Hugging Face's configurations have for them.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -124,12 +128,32 @@ class GPT(nnx.Module):
 
     def stream(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns the normalised residual stream after the last block, B x L x D."""
-        positions_L = jnp.arange(tokens_BxL.shape[1])
-        x_BxLxD = self.tokens(tokens_BxL) + self.positions(positions_L)
-        x_BxLxD = x_BxLxD.astype(self.config.dtype)
+        tokens_VxD = _divided(self.tokens.embedding[...], "tensor")  # whole rows are looked up
+        positions_LxD = self.positions.embedding[: tokens_BxL.shape[1]]
+        x_BxLxD = jnp.take(tokens_VxD, tokens_BxL, axis=0) + positions_LxD
+        x_BxLxD = divide_batch(x_BxLxD.astype(self.config.dtype))
         for block in self.blocks:
-            x_BxLxD = block(x_BxLxD)
+            x_BxLxD = divide_batch(block(x_BxLxD))
         return self.norm(x_BxLxD)
+
+
+def divide_batch(x_BxLxD: jax.Array) -> jax.Array:
+    """The stream, divided along the batch alone if the mesh in use is a training's.
+
+    Left to itself the compiler may divide it as the parameters that it comes from.
+    """
+    return _divided(x_BxLxD, BATCH_AXES)
+
+
+def _divided(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
+    """An array, divided along its first axis if the mesh in use has these and they divide it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = axes if isinstance(axes, tuple) else (axes,)
+    if not set(names) <= set(mesh.axis_names):
+        return x
+    if x.shape[0] % math.prod(mesh.shape[name] for name in names):
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes))
 
 
 def loss(model: GPT, tokens_BxL: jax.Array) -> jax.Array:

@@ -110,10 +110,8 @@ def _of_a_run(
         nnx.replace_by_pure_dict(state, _as(like, saved["params"]))
         adam = None
         if moments:
-            parts = saved["opt_state"]
-            [part] = [
-                p for p in (parts.values() if isinstance(parts, dict) else parts) if "nu" in p
-            ]
+            # Wherever in the chain: clipping comes before it.
+            [part] = filter(_of_adam, jax.tree.leaves(saved["opt_state"], is_leaf=_of_adam))
             kept = optax.ScaleByAdamState(
                 part["count"], _as(like, part["mu"]), _as(like, part["nu"])
             )
@@ -122,6 +120,10 @@ def _of_a_run(
         reason = " ".join(str(error).split())[:200]
         raise CheckpointError(f"{folder / 'checkpoints'}: cannot be read: {reason}") from None
     return nnx.merge(graphdef, state), tokenizer, adam
+
+
+def _of_adam(node: Any) -> bool:
+    return isinstance(node, dict) and "nu" in node
 
 
 def _restored(folder: pathlib.Path, wanted: tuple[str, ...]) -> Any:

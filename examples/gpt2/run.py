@@ -13,16 +13,28 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
-from examples.gpt2 import checkpoints, elastic, optimizers, plots
+import adapprox_jax
+from examples.gpt2 import checkpoints, elastic, mesh, optimizers, plots
 from examples.gpt2 import data as text
 from examples.gpt2 import model as gpt
 from examples.gpt2.batches import batches as training_batches
 from examples.gpt2.batches import validation_batches
-from examples.gpt2.config import Config, UsageError, gpt_config, load_data, resolve, settings
+from examples.gpt2.config import (
+    Config,
+    UsageError,
+    gpt_config,
+    load_data,
+    option_of,
+    resolve,
+    settings,
+)
 from examples.gpt2.folder import run_folder, write_settings
 from examples.gpt2.loop import Actions, Plan, loop
-from examples.gpt2.metrics import Metrics, describe, memory, validate
+from examples.gpt2.metrics import MIB, Metrics, describe, memory, validate
+from examples.gpt2.processes import by_first, from_first, is_first, require_alike
 from examples.gpt2.step import TrainState, evaluation, token_loss, train_step
 
 
@@ -62,33 +74,43 @@ def run(
     config = resolve(config)
     data = load_data(config)
     used = settings(config, data.key)
+    require_alike(
+        {option_of((k,)): v for k, v in (vars(config) | used).items() if k != "processes"}
+    )
     rate = optimizers.schedule(
         config.learning_rate, config.min_learning_rate, config.warmup, config.steps
     )
-    graphdef, params = nnx.split(gpt.GPT(gpt_config(config), rngs=nnx.Rngs(config.seed)), nnx.Param)
-    params = nnx.to_pure_dict(params)
-    try:
-        options, widen = elastic.narrow(config, params)
-        tx = build(config.optimizer, rate, config.hyper, options)
-    except ValueError as error:
-        raise UsageError(f"{config.optimizer}: {error}") from None
-    state = TrainState(params, jax.jit(tx.init)(params))
-    print(f"{config.model}, {config.optimizer}: {describe(memory(state))}")
-
     with contextlib.ExitStack() as stack:
-        stack.enter_context(run_folder(config.out, config.resume, used))
+        devices = mesh.make_mesh(config)
+        if devices is not None:
+            stack.enter_context(jax.set_mesh(devices))
+        share = mesh.share(devices, config.batch_size)
+        graphdef, params = make_model(config, devices)
+        try:
+            options, widen = elastic.narrow(config, params)
+            tx = build(config.optimizer, rate, config.hyper, options)
+        except ValueError as error:
+            raise UsageError(f"{config.optimizer}: {error}") from None
+        shardings = None if devices is None else adapprox_jax.state_shardings(tx, params)
+        state = TrainState(params, jax.jit(tx.init, out_shardings=shardings)(params))
+        print(f"{config.model}, {config.optimizer}: {describe(memory(state))}")
+        if devices is not None:
+            each = mesh.bytes_on_device(state.opt_state) / MIB
+            print(f"{dict(devices.shape)}: {each:.2f} MiB of the optimizer's state on each device")
 
         def opened(resource: Any) -> Any:
             return stack.enter_context(contextlib.closing(resource))
 
+        by_first(lambda: stack.enter_context(run_folder(config.out, config.resume, used)))
         batches = opened(
-            training_batches(data.train, config.context, config.batch_size, config.seed)
+            training_batches(data.train, config.context, config.batch_size, config.seed, share)
         )
         manager = stack.enter_context(checkpoints.open_checkpoints(config.out)) if keep else None
         start = 0
         if config.resume:
             start, state = checkpoints.restore(manager, state, batches, used)
-            write_settings(config.out, used)  # a run may be made longer
+            if is_first():
+                write_settings(config.out, used)  # a run may be made longer
             print(f"going on after step {start} in {config.out}")
         metrics = opened(Metrics(config.out, start))
 
@@ -96,7 +118,7 @@ def run(
             if keep:
                 checkpoints.save(manager, step, state, batches, used)
 
-        evaluate, tokens_NxBxL = evaluation(graphdef), _validation(config, data)
+        evaluate, tokens_NxBxL = evaluation(graphdef), _validation(config, data, devices)
 
         def check(step: int, state: TrainState) -> None:
             value = float(evaluate(state.params, tokens_NxBxL))
@@ -108,8 +130,10 @@ def run(
             checkpoint_every=config.checkpoint_every,
             tokens=config.batch_size * config.context,
         )
+        placed = jax.tree.map(lambda x: x.sharding, state) if devices is not None else None
+        take = train_step(token_loss(graphdef), tx, config.accumulate, placed)
         actions = Actions(
-            step=train_step(token_loss(graphdef), tx, config.accumulate),
+            step=lambda state, batch: take(state, mesh.place_batch(batch, devices)),
             validate=check,
             save=save,
             widen=widen,
@@ -117,7 +141,8 @@ def run(
         begin = time.perf_counter()
         state = loop(plan, state, start, batches, rate, metrics, actions)
         seconds = time.perf_counter() - begin
-        if not any("validation_loss" in row for row in metrics.rows):
+        lost = not any("validation_loss" in row for row in metrics.rows)
+        if from_first(lost):
             check(config.steps, state)  # nothing was left to do, and the records were lost
         curve = [(r["step"], r["validation_loss"]) for r in metrics.rows if "validation_loss" in r]
         if keep:
@@ -126,28 +151,41 @@ def run(
     return Result(used, curve[-1][1], curve, memory(state), seconds)
 
 
-def _validation(config: Config, data: text.Data) -> np.ndarray:
+def make_model(config: Config, devices: Mesh | None) -> tuple[nnx.GraphDef, Any]:
+    """The structure of a run's model and its first parameters, on a mesh if there is one."""
+
+    def make() -> tuple[nnx.GraphDef, nnx.State]:
+        return nnx.split(gpt.GPT(gpt_config(config), rngs=nnx.Rngs(config.seed)), nnx.Param)
+
+    graphdef, _ = nnx.eval_shape(make)
+    return graphdef, mesh.make_params(lambda: nnx.to_pure_dict(make()[1]), devices)
+
+
+def _validation(config: Config, data: text.Data, devices: Mesh | None) -> np.ndarray | jax.Array:
     """Batches as large as the parts that a batch is worked on in."""
-    return validation_batches(
+    batches = validation_batches(
         data.validation,
         config.context,
         config.batch_size // config.accumulate,
         config.eval_batches * config.accumulate,
     )
+    return mesh.place_batches(batches, devices)
 
 
 def finish(config: Config, data: text.Data, model: gpt.GPT, rows: list[dict[str, Any]]) -> None:
     """Draws curves and ranks; prints a sample that begins as the validation split does."""
-    plots.plot_run(rows, config.out / "curves.png")
-    if optimizers.ranks_adapt(config.optimizer, config.hyper, config.adapprox):
-        of_ranks = [row for row in rows if "errors" in row]
-        if of_ranks:
-            plots.plot_ranks(of_ranks, config.out / "ranks.png")
     prompt = np.asarray(data.validation[: min(16, config.context)], np.int32)
     key = jax.random.key(config.seed)
     sample = gpt.generate(
         model, prompt, key, length=config.sample_tokens, vocabulary=data.vocabulary
     )
-    words = data.decode(np.asarray(sample).tolist())
+    words = data.decode(multihost_utils.process_allgather(sample, tiled=True).tolist())
+    if not is_first():
+        return
+    plots.plot_run(rows, config.out / "curves.png")
+    if optimizers.ranks_adapt(config.optimizer, config.hyper, config.adapprox):
+        of_ranks = [row for row in rows if "errors" in row]
+        if of_ranks:
+            plots.plot_ranks(of_ranks, config.out / "ranks.png")
     (config.out / "sample.txt").write_text(words)
     print(f"---- a sample ----\n{words}\n------------------")

@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import sentencepiece
@@ -26,10 +26,14 @@ class Encoding(NamedTuple):
 class Tokenizer:
     """A tokenizer, whoever made it."""
 
-    encode: Callable[[str], Encoding]
+    encode_all: Callable[[Sequence[str]], list[Encoding]]  # on all cores, where its library can
     decode: Callable[[list[int]], str]
     size: int  # all tokens are below it
     end: int  # the token that ends a text
+
+    def encode(self, text: str) -> Encoding:
+        """Tokens of one text."""
+        return self.encode_all([text])[0]
 
 
 def read_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
@@ -78,11 +82,11 @@ def read_sentencepiece(file: pathlib.Path) -> Tokenizer:
     if processor.eos_id() < 0:
         raise TokenizerError(f"{file}: has no token that ends a text")
 
-    def encode(text: str) -> Encoding:
-        encoded = processor.encode_as_offset_mapping(text)
-        return Encoding(encoded["ids"], encoded["offsets"])
+    def encode_all(texts: Sequence[str]) -> list[Encoding]:
+        encoded = (processor.encode_as_offset_mapping(text) for text in texts)
+        return [Encoding(one["ids"], one["offsets"]) for one in encoded]
 
-    return Tokenizer(encode, processor.decode, processor.vocab_size(), processor.eos_id())
+    return Tokenizer(encode_all, processor.decode, processor.vocab_size(), processor.eos_id())
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -97,7 +101,10 @@ def byte_tokenizer() -> Tokenizer:
             spans += [(at, at + 1)] * len(encoded)
         return Encoding(tokens, spans)
 
-    return Tokenizer(encode, lambda t: bytes(t).decode("utf-8", errors="replace"), 256, 0)
+    def encode_all(texts: Sequence[str]) -> list[Encoding]:
+        return [encode(text) for text in texts]
+
+    return Tokenizer(encode_all, lambda t: bytes(t).decode("utf-8", errors="replace"), 256, 0)
 
 
 def _of_hugging_face(file: pathlib.Path, read: Callable[[], tokenizers.Tokenizer]) -> Tokenizer:
@@ -111,9 +118,9 @@ def _of_hugging_face(file: pathlib.Path, read: Callable[[], tokenizers.Tokenizer
     if end is None:
         raise TokenizerError(f"{file}: has no {END_OF_TEXT}, which ends a text")
 
-    def encode(text: str) -> Encoding:
-        encoding = tokenizer.encode(text, add_special_tokens=False)
-        return Encoding(encoding.ids, encoding.offsets)
+    def encode_all(texts: Sequence[str]) -> list[Encoding]:
+        encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [Encoding(one.ids, one.offsets) for one in encoded]
 
     size = 1 + max(tokenizer.get_vocab().values())
-    return Tokenizer(encode, lambda t: tokenizer.decode(t), size, end)
+    return Tokenizer(encode_all, lambda t: tokenizer.decode(t), size, end)

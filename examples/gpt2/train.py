@@ -12,15 +12,25 @@ import tyro
 
 from examples.gpt2.command import exit_code
 from examples.gpt2.compare import compare
-from examples.gpt2.config import Config
+from examples.gpt2.config import Config, resolve
 from examples.gpt2.metrics import DivergedError
+from examples.gpt2.processes import watched
 from examples.gpt2.run import run
+
+
+def parse(arguments: list[str] | None) -> Config:
+    """The settings of a command line."""
+    name, flags = "python -m examples.gpt2.train", (tyro.conf.FlagCreatePairsOff,)
+    return tyro.cli(Config, prog=name, args=arguments, config=flags)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """The command line; returns the exit code, as `command.exit_code` tells."""
-    name, flags = "python -m examples.gpt2.train", (tyro.conf.FlagCreatePairsOff,)
-    config = tyro.cli(Config, prog=name, args=arguments, config=flags)
+    config = parse(arguments)
+    if config.processes.coordinator is not None:
+        given = sys.argv[1:] if arguments is None else arguments
+        wrong = exit_code(lambda: resolve(config), None)
+        return wrong or watched("examples.gpt2.worker", given, config.processes)
     if config.compare:
         return exit_code(lambda: compare(config, run, DivergedError), None)
     return exit_code(lambda: run(config), "--resume")

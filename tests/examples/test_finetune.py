@@ -23,7 +23,18 @@ from examples.gpt2.hugging_face import (
     write_hugging_face,
 )
 from examples.gpt2.pretrained import read_pretrained
-from tests.examples.task_files import FORMS, GOOD, NAMES, NOUNS, TOWNS, write_squad, write_sst2
+from tests.examples.task_files import (
+    FORMS,
+    GOOD,
+    NAMES,
+    NOUNS,
+    TOWNS,
+    write_cola,
+    write_mnli,
+    write_mrpc,
+    write_squad,
+    write_sst2,
+)
 
 MODEL = {"layers": 1, "width": 32, "heads": 2, "context": 64, "tokenizer": "bytes"}
 SMALL = {"batch-size": 8, "adapprox.min-dim-size-to-factor": 16, "adapprox.max-rank": 4}
@@ -40,6 +51,7 @@ def work(tmp_path_factory):
     steps = ["--steps", 20, "--warmup", 5, "--batch-size", 8, "--eval-every", 20]
     places = ["--data", work / "text.txt", "--out", work / "adamw", "--cache", work / "cache"]
     options = [*shape, *steps, *places, "--optimizer", "adamw", "--sample-tokens", 2]
+    options += ["--hyper.clip-norm", 1]  # a part of the chain without a state
     assert train.main(list(map(str, options))) == 0
     for task, write in (("sst2", write_sst2), ("squad", write_squad)):
         (work / task).mkdir()
@@ -81,6 +93,29 @@ def test_a_task_is_learnt_and_predicted_as_it_is_submitted(work):
     ]
     right = np.mean([a == b for a, b in zip(predicted, labels, strict=True)])
     assert 100 * right == pytest.approx(max(scores))  # of the epoch that was kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "write", "submission", "labels"),
+    [
+        ("cola", write_cola, "CoLA.tsv", {"0", "1"}),
+        ("mrpc", write_mrpc, "MRPC.tsv", {"0", "1"}),
+        ("mnli", write_mnli, "MNLI-m.tsv", {"contradiction", "entailment", "neutral"}),
+    ],
+)
+def test_other_tasks_from_files_to_submissions(work, task, write, submission, labels):
+    (work / task).mkdir()
+    write(work / task)
+    options = ["--epochs", 1, "--learning-rate", 3e-3]
+    assert finetune.main(arguments(work, task, f"{task}-run", *options)) == 0
+    [row] = [r for r in rows_of(work / f"{task}-run") if "validation_accuracy" in r]
+    assert set(row) == {"step", *(f"validation_{name}" for name in METRICS[task])}
+    lines = (work / f"{task}-run" / "test" / submission).read_text().splitlines()
+    assert lines[0] == "index\tprediction"
+    rows = [line.split("\t") for line in lines[1:]]
+    assert [index for index, _ in rows] == list("01234")
+    assert {label for _, label in rows} <= labels
 
 
 @pytest.mark.slow

@@ -4,11 +4,18 @@ import json
 
 import numpy as np
 import pytest
+import tokenizers
 
 from examples.gpt2.data import DataError
 from examples.gpt2.finetuning import download, squad
 from examples.gpt2.finetuning.squad import Answer, Question
-from examples.gpt2.tokens import Encoding, Tokenizer, byte_tokenizer
+from examples.gpt2.tokens import (
+    END_OF_TEXT,
+    Encoding,
+    Tokenizer,
+    byte_tokenizer,
+    read_tokenizer,
+)
 
 CONTEXT = "Zoë lives in Kyōto , near the river Kamo ."
 
@@ -24,7 +31,7 @@ def of_words():
             at += len(word)
         return Encoding([len(text[a:b]) for a, b in spans], spans)
 
-    return Tokenizer(encode, str, 100, 0)
+    return Tokenizer(lambda texts: [encode(text) for text in texts], str, 100, 0)
 
 
 def question(text, start=None, context=CONTEXT):
@@ -90,6 +97,35 @@ def test_an_answer_is_found_in_each_window_that_holds_it(length, stride, text):
     assert held >= 1
     covered = {span for window in made for span in window.spans}
     assert covered == set(tokenizer.encode(CONTEXT).spans)
+
+
+def test_long_contexts_in_tokens_as_gpt_2_has_them(tmp_path):
+    """Bytes of characters that are several tokens, and blanks that belong to the next word."""
+    towns = ["Kyōto", "Łódź", "São Paulo", "Zürich"]
+    context = " ".join(f"{i} is “{towns[i % 4]}”, n° {i}." for i in range(60))
+    model = tokenizers.ByteLevelBPETokenizer()
+    model.train_from_iterator(
+        [context[:200]], vocab_size=300, special_tokens=[END_OF_TEXT], show_progress=False
+    )
+    model.save_model(str(tmp_path))
+    tokenizer = read_tokenizer(tmp_path)
+    for number in (0, 1, 29, 30, 59):
+        town = towns[number % 4]
+        start = context.index(f"{number} is “") + len(f"{number} is “")
+        asked = Question("q", "Which ?", context, (Answer(town, start),))
+        made = squad.windows([asked], tokenizer, 64, 16)
+        assert len(made) > 10
+        held = [window for window in made if window.target[0] >= window.first]
+        assert held
+        for window in held:
+            first, last = (place - window.first for place in window.target)
+            begin, end = window.spans[first][0], window.spans[last][1]
+            assert context[begin:end].strip(" “”") == town
+        best = made.index(held[-1])
+        starts, ends = np.zeros((2, len(made), 64))
+        starts[best, made[best].target[0]] = ends[best, made[best].target[1]] = 9
+        found = squad.best_answers([asked], made, starts, ends)["q"]
+        assert found.strip(" “”") == town
 
 
 def test_a_long_question_is_cut_and_bytes_have_spans():

@@ -118,11 +118,12 @@ def windows(
       The windows of all questions in their order.
     """
     made = []
-    text, context = None, None
+    asked_of = tokenizer.encode_all([question.question for question in questions])
+    texts = list(dict.fromkeys(question.context for question in questions))  # of several questions
+    contexts = dict(zip(texts, tokenizer.encode_all(texts), strict=True))
     for number, question in enumerate(questions):
-        asked = tokenizer.encode(question.question).tokens[: length // 2]
-        if question.context is not text:  # several questions are asked of one
-            text, context = question.context, tokenizer.encode(question.context)
+        asked = asked_of[number].tokens[: length // 2]
+        context = contexts[question.context]
         room = length - len(asked) - 1
         answer = _tokens_of(question, context.spans)
         begin = 0

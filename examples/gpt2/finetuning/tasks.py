@@ -70,8 +70,9 @@ def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: in
     task = glue.TASKS[name]
 
     def batch_of(examples: Sequence[glue.Example]) -> Batch:
+        encoded = iter(tokenizer.encode_all([s for e in examples for s in e.sentences]))
         rows = [
-            _joined([tokenizer.encode(s).tokens for s in e.sentences], tokenizer.end, length)
+            _joined([next(encoded).tokens for _ in e.sentences], tokenizer.end, length)
             for e in examples
         ]
         batch = {

@@ -1,0 +1,381 @@
+"""A training on eight devices, of one process and of two, ends as one on a single device."""
+
+import contextlib
+import json
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("grain")
+
+import jax
+import orbax.checkpoint as ocp
+
+from examples.gpt2 import checkpoints, optimizers, train
+from examples.gpt2.config import Config, UsageError, mesh_sizes, resolve
+from examples.gpt2.mesh import make_mesh, share
+from tests.examples.small import arguments
+
+ROOT = pathlib.Path(__file__).parents[2]
+ALL_AXES = ("--mesh", "data=2,fsdp=2,tensor=2")
+# Sums over devices are taken in another order: some last bits of numbers of up to 6, and what six
+# steps of Adam make of them.
+TOLERANCE = 1e-4
+
+
+def small(work, name, *extra):
+    """Enough rows for four devices, and matrices that are factored."""
+    return arguments(work, name, "--batch-size", 8, *extra)
+
+
+def losses(out):
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [row.get("loss", row.get("validation_loss")) for row in rows]
+
+
+def parameters(out, step=6):
+    """On one device, wherever they were saved."""
+    folder = (out / "checkpoints" / str(step) / "state").absolute()
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    with ocp.StandardCheckpointer() as checkpointer:
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
+            checkpointer.metadata(folder).item_metadata.tree,
+        )
+        return jax.device_get(checkpointer.restore(folder, target)["params"])
+
+
+def assert_alike(first, second):
+    np.testing.assert_allclose(losses(first), losses(second), atol=TOLERANCE)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=TOLERANCE),
+        parameters(first),
+        parameters(second),
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(work):
+    """A run on one device."""
+    assert train.main(small(work, "alone")) == 0
+    return work / "alone"
+
+
+@pytest.fixture(scope="module")
+def on_eight(work):
+    """The same run on eight."""
+    assert train.main(small(work, "on-eight", *ALL_AXES)) == 0
+    return work / "on-eight"
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def two_processes(*command, port=None, of_second=()):
+    """Starts both, with four devices each; none is left at the end."""
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
+    port = port or free_port()
+    started = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "examples.gpt2.train",
+                *command,
+                "--processes.coordinator",
+                f"127.0.0.1:{port}",
+                "--processes.count",
+                "2",
+                "--processes.index",
+                str(index),
+                *(of_second if index else ()),
+            ],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        yield started
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def said_by(process, timeout=300):
+    """What it said, and its exit code."""
+    out, errors = process.communicate(timeout=timeout)
+    return out, errors, process.returncode
+
+
+def run_in_two_processes(*command):
+    with two_processes(*command) as started:
+        return [said_by(process) for process in started]
+
+
+def test_eight_devices_learn_what_one_does(alone, on_eight):
+    assert_alike(alone, on_eight)
+
+
+@pytest.mark.slow
+def test_no_device_holds_all(work, capsys):
+    assert train.main(small(work, "divided", "--mesh", "fsdp=8", "--steps", 3)) == 0
+    said = capsys.readouterr().out
+    whole = float(said.split("optimizer state ")[1].split(" MiB")[0])
+    each = float(said.split("'tensor': 1}: ")[1].split(" MiB")[0])
+    assert each < whole / 2  # of so small a model biases are a large part
+
+
+def test_two_processes_learn_what_one_does(work, on_eight):
+    first, second = run_in_two_processes(*small(work, "two", *ALL_AXES))
+    assert (first[2], second[2]) == (0, 0), first[1] + second[1]
+    assert "final validation loss" in first[0]
+    assert "validation loss" not in second[0]  # one of them says it
+    np.testing.assert_allclose(losses(work / "two"), losses(on_eight), atol=1e-5)
+    for name in ("settings.json", "sample.txt", "curves.png"):
+        assert (work / "two" / name).exists()
+
+
+@pytest.mark.slow
+def test_processes_with_the_same_rows(work, alone):
+    """Along "tensor" alone each of them needs all rows."""
+    ended = run_in_two_processes(*small(work, "same-rows", "--mesh", "tensor=8"))
+    assert [code for *_, code in ended] == [0, 0], ended
+    assert_alike(work / "same-rows", alone)
+
+
+@pytest.mark.slow
+def test_goes_on_with_other_meshes_and_numbers_of_processes(work, on_eight, capsys):
+    for name, options in {"fewer": ("--mesh", "fsdp=4,tensor=2"), "single": ()}.items():
+        shutil.copytree(on_eight, work / name)
+        shutil.rmtree(work / name / "checkpoints" / "6")
+        assert train.main([*small(work, name, *options), "--resume"]) == 0
+        assert "going on after step 3" in capsys.readouterr().out
+        assert_alike(work / name, on_eight)
+
+
+@pytest.mark.slow
+def test_what_one_process_saved_two_go_on_from(work, alone):
+    shutil.copytree(alone, work / "more")
+    shutil.rmtree(work / "more" / "checkpoints" / "6")
+    ended = run_in_two_processes(*small(work, "more", *ALL_AXES), "--resume")
+    assert [code for *_, code in ended] == [0, 0], ended
+    assert "going on after step 3" in ended[0][0]
+    assert_alike(work / "more", alone)
+
+
+def wait_for_rows(file, count, process):
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        if file.exists() and len(file.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"{file} has no {count} lines")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_when_one_is_lost_the_other_ends_and_the_restart_goes_on(work, lost):
+    name = f"lost-{lost}"
+    command = small(work, name, *ALL_AXES, "--steps", 5000, "--eval-every", 5000)
+    command += ["--checkpoint-every", "10"]
+    metrics = work / name / "metrics.jsonl"
+    with two_processes(*command) as started:
+        wait_for_rows(metrics, 25, started[0])
+        started[lost].kill()
+        begin = time.monotonic()
+        _, errors, code = said_by(started[1 - lost])
+        assert time.monotonic() - begin < 60
+    assert code == 2
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(f"error: process {1 - lost} of 2")
+    assert "--resume, given to all, goes on" in last
+    rows = len(metrics.read_text().splitlines())
+    with two_processes(*command, "--resume") as started:
+        wait_for_rows(metrics, rows + 20, started[0])
+        for process in started:
+            process.send_signal(signal.SIGTERM)
+        ended = [said_by(process) for process in started]
+    assert [code for *_, code in ended] == [0, 0], ended
+    assert "going on after step " in ended[0][0]
+    assert "terminated after step " in ended[0][1]
+    assert checkpoints.damage_of(max((work / name / "checkpoints").glob("*"))) is None
+
+
+@pytest.mark.slow
+def test_processes_that_do_not_meet_say_so_within_a_minute(work):
+    command = small(work, "unmet", "--mesh", "data=8")
+    with two_processes(*command) as [first, second]:
+        second.kill()
+        begin = time.monotonic()
+        _, errors, code = said_by(first)
+    assert time.monotonic() - begin < 60
+    assert code == 2
+    assert "error: process 0 of 2, which meet at 127.0.0.1:" in errors
+    assert "not all came in" in errors
+    assert not (work / "unmet").exists()
+
+
+@pytest.mark.slow
+def test_an_address_in_use_is_named(work):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with two_processes(*small(work, "used", "--mesh", "data=8"), port=port) as [first, _]:
+            _, errors, code = said_by(first)
+    assert code == 2
+    assert f"process 0 of 2, which meet at 127.0.0.1:{port}: " in errors
+    assert "already in use" in errors
+
+
+@pytest.mark.slow
+def test_processes_given_different_options_end(work):
+    command = small(work, "different", *ALL_AXES)
+    with two_processes(*command, of_second=("--steps", "9", "--seed", "1")) as started:
+        ended = [said_by(process) for process in started]
+    for _, errors, code in ended:
+        assert code == 2
+        assert "not all processes were given the same --steps, --seed" in errors
+    assert not (work / "different").exists()
+
+
+@pytest.mark.slow
+def test_what_the_first_process_finds_ends_the_others_in_a_line(work):
+    command = small(work, "nothing-there", *ALL_AXES, "--resume")
+    first, second = run_in_two_processes(*command)
+    assert (first[2], second[2]) == (2, 2)
+    assert "there is no checkpoint in" in first[1]
+    assert "error: the first process says why" in second[1]
+    assert "Check failure" not in second[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", [x for x in optimizers.NAMES if x != "adapprox"])
+def test_other_optimizers(work, optimizer):
+    for name, options in ((optimizer, ()), (f"{optimizer}-divided", ALL_AXES)):
+        assert train.main(small(work, name, "--optimizer", optimizer, *options)) == 0
+    # Losses alone, and not to the last bits: biases of keys have no gradient but rounding, and what
+    # divides by its size makes steps of that.
+    np.testing.assert_allclose(
+        losses(work / optimizer), losses(work / f"{optimizer}-divided"), atol=1e-3
+    )
+
+
+@pytest.mark.slow
+def test_parts_of_batches_and_buffers_that_grow(work):
+    options = ["--accumulate", 2, "--elastic", "--steps", 21, "--adapprox.initial-rank", 1]
+    options += ["--adapprox.max-rank", 12, "--adapprox.error-threshold", 1e-9]
+    for name, mesh in (("grows", ()), ("grows-divided", ALL_AXES)):
+        assert train.main(small(work, name, *options, *mesh)) == 0
+    np.testing.assert_allclose(
+        losses(work / "grows"), losses(work / "grows-divided"), atol=TOLERANCE
+    )
+
+
+def error_line(capsys):
+    [line] = capsys.readouterr().err.strip().splitlines()
+    return line
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--mesh", "data=2,rows=4"], ["'rows=4'", "data, fsdp, tensor"]),
+        (["--mesh", "data=2,data=4"], ["'data=4'", "each once"]),
+        (["--mesh", "data=-1"], ["'data=-1'"]),
+        (["--mesh", "fsdp=3"], ["is of 3 devices", "of the 8 that are there"]),
+        (["--mesh", "data=4,fsdp=2", "--batch-size", "4"], ["into 8", "--batch-size 4"]),
+        (["--mesh", "data=8", "--accumulate", "2"], ["into 8", "--accumulate 2"]),
+        (["--processes.coordinator", "here"], ["is here", "HOST:PORT"]),
+        (["--processes.coordinator", "host:99999"], ["is host:99999", "HOST:PORT"]),
+        (["--processes.coordinator", "host:99"], ["count is None", "both are needed"]),
+        (["--processes.count", "2"], ["coordinator is not given"]),
+        (
+            ["--processes.coordinator", "h:1", "--processes.count", "2", "--processes.index", "2"],
+            ["--processes.index 2", "from 0 to the count - 1"],
+        ),
+        (
+            ["--compare", "adamw", "--processes.coordinator", "auto"],
+            ["--compare runs in one process"],
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_a_line(work, capsys, options, words):
+    assert train.main(small(work, "never", *options)) == 2
+    line = error_line(capsys)
+    for word in words:
+        assert word in line
+    assert not (work / "never").exists()
+
+
+def test_axes_left_out_are_1():
+    assert mesh_sizes("tensor=4,data=2") == {"data": 2, "fsdp": 1, "tensor": 4}
+
+
+class Device:
+    """Of some process, for a mesh that this machine does not have."""
+
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_process", "shares"),
+    [
+        ((2, 2, 2), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 2), (1, 2)]),
+        ((1, 1, 8), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 1), (0, 1)]),
+        ((2, 1, 4), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        ((8, 1, 1), [1, 1, 0, 0, 3, 3, 2, 2], [(1, 4), (0, 4), (3, 4), (2, 4)]),
+    ],
+)
+def test_each_process_reads_its_share(monkeypatch, sizes, of_process, shares):
+    devices = [Device(index) for index in of_process]
+    parts = sizes[0] * sizes[1]
+    rows = np.repeat(np.arange(parts) * 16 // parts, 8 // parts)
+
+    class Sharding:
+        def devices_indices_map(self, shape):
+            step = shape[0] // parts
+            return {d: (slice(r, r + step),) for d, r in zip(devices, rows, strict=True)}
+
+    monkeypatch.setattr("examples.gpt2.mesh._batch_sharding", lambda mesh: Sharding())
+    for process, expected in enumerate(shares):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        assert share("a mesh", 16) == expected
+
+
+def test_rows_that_are_shared_in_part_are_refused(monkeypatch):
+    devices = [Device(index) for index in (0, 0, 0, 1, 1, 1)]
+
+    class Sharding:
+        def devices_indices_map(self, shape):
+            starts = (0, 0, 4, 4, 8, 8)
+            return {d: (slice(r, r + 4),) for d, r in zip(devices, starts, strict=True)}
+
+    monkeypatch.setattr("examples.gpt2.mesh._batch_sharding", lambda mesh: Sharding())
+    with pytest.raises(UsageError, match="processes share some rows"):
+        share("a mesh", 12)
+
+
+def test_several_processes_need_a_mesh(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UsageError, match="several processes need to be told a mesh"):
+        make_mesh(resolve(Config()))
