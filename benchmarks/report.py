@@ -132,7 +132,8 @@ def measured_table(results: Results) -> str:
 _FIRST = (
     *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
     *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped", "AdamW in 8 bits, b2 0.95, clipped"),
-    *("Adafactor", "Muon", "adapprox_muon", "adapprox_muon, 4 bits"),
+    *("Adafactor", "Muon", "AdaMuon"),
+    *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
 )
 
 
