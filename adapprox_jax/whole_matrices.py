@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 Work = Callable[[jax.Array], jax.Array]  # of (batch, m, n), each matrix by itself
 
@@ -52,7 +52,9 @@ def _partitioned(work: Work, number: int) -> Callable[..., Any]:
         lies = [_lie(mesh, argument) for argument in arguments]
 
         def lower(*stacks: jax.Array) -> tuple[jax.Array, ...]:
-            return tuple(_of_parts(work, mesh, lies, stacks))
+            # Traced where a mesh with explicit axes may be in use, of which parts know nothing.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return tuple(_of_parts(work, mesh, lies, stacks))
 
         shardings = tuple(NamedSharding(mesh, PartitionSpec(*lie)) for lie in lies)
         return mesh, lower, shardings, shardings
