@@ -114,17 +114,21 @@ def tuned(entry: Entry, setting: str, look_up: Callable[[str], Lookup]) -> Tuned
     return Tuned({}, elsewhere.rate, whole) if len(whole) == len(runs) else None
 
 
-def entries(groups: tuple[str, ...], where: tuple[str, ...]) -> Iterator[tuple[str, str, Entry]]:
-    """Setting, label and entry of all that is asked for."""
+def entries(
+    groups: tuple[str, ...], where: tuple[str, ...], labels: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str, Entry]]:
+    """Setting, label and entry of all that is asked for; no labels for all."""
     for setting in where:
         for group in GROUPS_OF[setting]:
-            if group in groups:
-                yield from ((setting, label, entry) for label, entry in GROUPS[group].items())
+            for label, entry in GROUPS[group].items():
+                if group in groups and (not labels or label in labels):
+                    yield setting, label, entry
 
 
 def main(
     groups: tuple[str, ...] = tuple(GROUPS),
     where: tuple[str, ...] = tuple(SETTINGS),
+    labels: tuple[str, ...] = (),
     minutes: float = math.inf,
     part: int = 0,
     parts: int = 1,
@@ -134,11 +138,17 @@ def main(
     Args:
       groups: Of `loss_entries`.
       where: Settings of `loss_entries`.
+      labels: Of entries in these groups; none for all.
       minutes: No run begins after so many.
       part: Which part of the entries is worked on, from 0.
       parts: Into how many they are divided: one for each process.
     """
-    for name, given, allowed in (("groups", groups, GROUPS), ("where", where, SETTINGS)):
+    all_labels = [label for group in GROUPS.values() for label in group]
+    for name, given, allowed in (
+        ("groups", groups, GROUPS),
+        ("where", where, SETTINGS),
+        ("labels", labels, all_labels),
+    ):
         unknown = [x for x in given if x not in allowed]
         if unknown:
             raise SystemExit(f"{name} has {unknown}; allowed: {', '.join(allowed)}.")
@@ -162,7 +172,7 @@ def main(
 
         return result
 
-    chosen = list(entries(groups, where))[part::parts]
+    chosen = list(entries(groups, where, labels))[part::parts]
     with tqdm(chosen, unit="entry", disable=None) as bar:
         for setting, label, entry in bar:
             bar.set_description(f"{label}, {setting}")
