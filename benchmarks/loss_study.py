@@ -151,7 +151,7 @@ def main(
     ):
         unknown = [x for x in given if x not in allowed]
         if unknown:
-            raise SystemExit(f"{name} has {unknown}; allowed: {', '.join(allowed)}.")
+            raise SystemExit(f"{name} has {unknown}; allowed: {'; '.join(allowed)}.")
     if not 0 <= part < parts:
         raise SystemExit(f"part is {part}; allowed: from 0 to parts - 1 = {parts - 1}.")
     end = time.monotonic() + 60 * minutes
