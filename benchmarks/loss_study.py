@@ -18,8 +18,8 @@ import tyro
 from tqdm import tqdm
 
 from benchmarks.loss_entries import GROUPS, GROUPS_OF, SETTINGS, TUNED_IN, Entry
-from examples.gpt2 import records
-from examples.gpt2.compare import find, finished, loss_of
+from examples.gpt2 import rate_grid, records
+from examples.gpt2.compare import loss_of, trained
 from examples.gpt2.config import Config, load_data, resolve, settings
 from examples.gpt2.metrics import DivergedError
 from examples.gpt2.run import run
@@ -88,7 +88,7 @@ def recorded(entry: Entry, setting: str, key: str, rows: list[dict[str, Any]]) -
     """
 
     def result(rate: float, seed: int) -> dict[str, Any] | None:
-        return find(rows, settings(resolve(config_of(entry, setting, rate, seed)), key))
+        return rate_grid.find(rows, settings(resolve(config_of(entry, setting, rate, seed)), key))
 
     return result
 
@@ -161,14 +161,16 @@ def main(
         """Finds the runs of an entry, and makes those that are missing."""
 
         def result(rate: float, seed: int) -> dict[str, Any] | None:
-            # Read each time, because others write to it.
-            found = recorded(entry, setting, keys[setting], records.read(STUDY))(rate, seed)
-            if found is None and time.monotonic() < end:
-                config = config_of(entry, setting, rate, seed)
-                used = settings(resolve(config), keys[setting])
-                found = finished(config, used, run, DivergedError)
-                records.append(STUDY, {"setting": setting, **found})
-            return found
+            config = config_of(entry, setting, rate, seed)
+            used = settings(resolve(config), keys[setting])
+            if time.monotonic() >= end:
+                return rate_grid.find(records.read(STUDY), used)
+
+            def make() -> dict[str, Any]:
+                return {"setting": setting, **trained(config, run, DivergedError)}
+
+            words = f"{setting}, {entry.optimizer}, peak rate {rate:g}, seed {seed}"
+            return rate_grid.recorded(STUDY, used, words, make)
 
         return result
 

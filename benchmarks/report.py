@@ -20,6 +20,7 @@ from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
 from benchmarks.loss_study import STUDY, Lookup, entries, recorded, tuned
 from examples.gpt2 import records
 from examples.gpt2.compare import loss_of
+from examples.gpt2.rate_grid import standard_error
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ("docs/results.md", "README.md")
@@ -48,13 +49,6 @@ class Summary(NamedTuple):
 
 
 Results = Mapping[tuple[str, str], Summary]  # by setting and label
-
-
-def standard_error(values: list[float]) -> float | None:
-    """Of the mean; None of one value, or where one is not finite."""
-    if len(values) < 2 or not all(map(math.isfinite, values)):
-        return None
-    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def difference(one: Summary, other: Summary) -> tuple[float, float | None, int]:

@@ -1,4 +1,4 @@
-"""Files of JSON lines that a run may be stopped in the middle of writing, and JSON of others."""
+"""Files that a run may be stopped in the middle of writing, and JSON of others."""
 
 import json
 import pathlib
@@ -21,6 +21,13 @@ def append(path: pathlib.Path, row: dict[str, Any]) -> None:
     broken = path.exists() and not path.read_bytes().endswith(b"\n")
     with open(path, "a") as file:
         file.write("\n" * broken + json.dumps(row) + "\n")
+
+
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file that is there whole, or as it was."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text)
+    partial.rename(path)
 
 
 def read_json(file: pathlib.Path, error: type[ValueError]) -> Any:

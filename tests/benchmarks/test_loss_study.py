@@ -132,6 +132,11 @@ def test_what_is_recorded_is_not_run_again(study, tmp_path):
     assert study == expected[5:]
 
 
+def test_one_entry_alone(study):
+    loss_study.main(("ours",), ("code",), labels=("b",))
+    assert {name for name, *_ in study} == {"sm3"}
+
+
 def test_no_run_begins_when_the_time_is_over(study):
     loss_study.main(("ours",), ("code",), minutes=0)
     assert study == []
@@ -148,7 +153,8 @@ def test_the_parts_are_all_the_work(study):
     ("arguments", "words"),
     [
         ({"groups": ("theirs",)}, r"groups has \['theirs'\]; allowed: ours"),
-        ({"where": ("verse",)}, r"where has \['verse'\]; allowed: code, prose"),
+        ({"where": ("verse",)}, r"where has \['verse'\]; allowed: code; prose"),
+        ({"labels": ("AdamW",)}, r"labels has \['AdamW'\]; allowed: a; b"),
         ({"part": 2, "parts": 2}, "part is 2; allowed: from 0 to parts - 1 = 1"),
     ],
 )

@@ -286,6 +286,8 @@ def test_bad_input(work, tmp_path, capsys):
     assert_refused(capsys, [*given(), "--seed", "-1"], "--seed is -1, and must be at least 0")
     assert_refused(capsys, [*given(), "--epochs", "0"], "--epochs is 0, and must be above 0")
     assert_refused(capsys, [*given(), "--batch-size", "999"], "there are 256 examples")
+    assert_refused(capsys, [*given(), "--examples", "0"], "--examples is 0, and must be above 0")
+    assert_refused(capsys, [*given(), "--examples", "7"], "--batch-size is 8; there are 7 examples")
     assert_refused(capsys, [*given(), "--optimizer", "came", "--from-adam"], "came cannot begin")
     shutil.copytree(work / "sst2", tmp_path / "cut")
     whole = (tmp_path / "cut/train.tsv").read_bytes()

@@ -1,27 +1,23 @@
-"""Compares optimizers at a task, each at its own best learning rate; a table of all tasks.
-
-Every rate is tried with the first seed, the best with the others too. A finished run is one line
-of `results.jsonl`; runs with the same settings are not done again.
-"""
+"""Compares optimizers at a task, each at its own best learning rate; a table of all tasks."""
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import sys
 from typing import Any
 
-import jax
 import numpy as np
 
-from examples.gpt2 import records
-from examples.gpt2.compare import cell, find, standard_error, versions
 from examples.gpt2.config import UsageError
 from examples.gpt2.finetuning import plots
 from examples.gpt2.finetuning.config import Config, settings
-from examples.gpt2.finetuning.run import prepare, run
+from examples.gpt2.finetuning.run import Prepared, prepare, run
 from examples.gpt2.finetuning.tasks import METRICS
 from examples.gpt2.metrics import DivergedError
+from examples.gpt2.rate_grid import cell, new_folder, print_edges, recorded, runs_of, summary_of
+from examples.gpt2.records import write_whole
 
 # Table 3 of the paper, GPT-2 117M: F1 of SQuAD, accuracy of the others.
 PAPER = {
@@ -45,10 +41,6 @@ def compare(config: Config) -> None:
       UsageError: The folder is that of one run, or what it has is of other data or settings.
     """
     out = config.out or pathlib.Path("runs/finetune/compare")
-    if (out / "settings.json").exists():
-        raise UsageError(
-            f"--out {out}: this is the folder of one run; give another for comparisons"
-        )
     rates = config.learning_rates or (config.learning_rate,)
     prepared = prepare(config)
     metric = prepared.task.metric
@@ -59,7 +51,7 @@ def compare(config: Config) -> None:
             f"--out {out}: its {config.task}.json is of {before['of']}, this of {shared};"
             " give another folder"
         )
-    out.mkdir(parents=True, exist_ok=True)
+    new_folder(out)
 
     def result(name: str, rate: float, seed: int) -> dict[str, Any]:
         label = f"{config.task}-{name}-{rate:g}-seed{seed}"
@@ -67,56 +59,48 @@ def compare(config: Config) -> None:
             config, optimizer=name, learning_rate=rate, seed=seed, compare=(), out=out / label
         )
         wanted = settings(one, prepared.digests) | {"length": prepared.length}
-        found = find(records.read(out / "results.jsonl"), wanted)
-        if found is None:
-            print(f"-- {config.task}, {name}, peak rate {rate:g}, seed {seed}", flush=True)
-            found = {"settings": wanted, "versions": versions()}
-            try:
-                done = run(one, prepared, keep=False)
-                found |= {"scores": done.scores, "curve": done.curve, "memory": done.memory}
-            except DivergedError as error:
-                print(f"diverged: {error}")
-                found |= {"scores": None, "curve": [], "memory": None}
-            jax.clear_caches()  # each run compiles its own functions
-            records.append(out / "results.jsonl", found)
-        return found
+        words = f"{config.task}, {name}, peak rate {rate:g}, seed {seed}"
+        return recorded(out / "results.jsonl", wanted, words, lambda: _tuned(one, prepared))
 
     def score_of(row: dict[str, Any]) -> float:
         return -math.inf if row["scores"] is None else row["scores"][metric]
 
+    seeds = range(config.seed, config.seed + config.seeds)
     summary = {}
     for name in dict.fromkeys(config.compare):
-        grid = {rate: result(name, rate, config.seed) for rate in rates}
-        best = max(rates, key=lambda rate: score_of(grid[rate]))
-        runs = [result(name, best, s) for s in range(config.seed, config.seed + config.seeds)]
+        runs = runs_of(functools.partial(result, name), rates, seeds, score_of)
         converted = config.from_adam and name.startswith("adapprox")
         summary[f"{name}, AdamW's state" if converted else name] = {
+            **summary_of(runs, score_of),
             "checkpoint": prepared.digests["checkpoint"],
-            "best_rate": best,
-            "grid": {f"{rate:g}": _finite(score_of(one)) for rate, one in grid.items()},
-            "means": {m: _mean(runs, m) for m in METRICS[config.task]},
-            "standard_error": standard_error([score_of(one) for one in runs]),
-            "scores": [one["scores"] for one in runs],
-            "at_edge": len(rates) > 1 and best in (min(rates), max(rates)),
-            "memory": runs[0]["memory"],
+            "means": {m: _mean(runs.seeds, m) for m in METRICS[config.task]},
+            "scores": [one["scores"] for one in runs.seeds],
         }
     record = {
         "command": " ".join(["python -m examples.gpt2.finetune", *sys.argv[1:]]),
         "of": shared,
         "summary": before["summary"] | summary,
     }
-    _write(out / f"{config.task}.json", json.dumps(record, indent=1) + "\n")
+    write_whole(out / f"{config.task}.json", json.dumps(record, indent=1) + "\n")
     plots.plot_sensitivity(
         record["summary"], f"{config.task}, {metric}", out / f"{config.task}.png"
     )
     summaries = {task: of["summary"] for task, of in read_records(out).items()}
     table = results_table(summaries)
-    _write(out / "table.md", table + "\n")
+    write_whole(out / "table.md", table + "\n")
     print(f"\n{table}\n")
-    for name, row in summary.items():
-        if row["at_edge"]:
-            print(f"warning: {name}: the best rate, {row['best_rate']:g}, is at the grid's edge")
+    print_edges(summary)
     print(f"figure and records in {out}")
+
+
+def _tuned(config: Config, prepared: Prepared) -> dict[str, Any]:
+    """Fine-tunes one model, and returns what is recorded of it."""
+    try:
+        done = run(config, prepared, keep=False)
+    except DivergedError as error:
+        print(f"diverged: {error}")
+        return {"scores": None, "curve": [], "memory": None}
+    return {"scores": done.scores, "curve": done.curve, "memory": done.memory}
 
 
 def read_records(out: pathlib.Path) -> dict[str, dict[str, Any]]:
@@ -186,13 +170,3 @@ def _average(means: list[float | None]) -> str:
 def _mean(runs: list[dict[str, Any]], metric: str) -> float | None:
     scores = [one["scores"] for one in runs]
     return None if None in scores else float(np.mean([score[metric] for score in scores]))
-
-
-def _finite(score: float) -> float | None:
-    return score if math.isfinite(score) else None
-
-
-def _write(file: pathlib.Path, text: str) -> None:
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text)
-    partial.rename(file)

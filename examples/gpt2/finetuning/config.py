@@ -21,6 +21,8 @@ class Config:
     data: pathlib.Path
     """Folder with the task's official files: train.tsv, dev.tsv (of MNLI dev_matched.tsv) and, if
     predictions are wanted, test.tsv; of SQuAD train-v1.1.json and dev-v1.1.json."""
+    examples: int | None = None
+    """How many of the task's training examples are learnt from, the first ones; by default all."""
     optimizer: optimizers.Name = "adapprox"
     """What trains it."""
 
@@ -94,7 +96,7 @@ def settings(config: Config, of_files: dict[str, str]) -> dict[str, Any]:
 
 def check(config: Config) -> None:
     """Raises UsageError where an option is out of range or contradicts another."""
-    positive = ("epochs", "batch_size", "accumulate", "learning_rate", "length")
+    positive = ("epochs", "batch_size", "accumulate", "learning_rate", "length", "examples")
     check_numbers(config, (*positive, "checkpoint_every", "seeds"), ("seed",))
     if not 0 <= config.warmup < 1:
         raise UsageError(f"--warmup is {config.warmup}, and must be in [0, 1)")

@@ -70,7 +70,7 @@ def prepare(config: Config) -> Prepared:
     if not SHORTEST <= length <= context:
         allowed = f"from {SHORTEST} to the model's context, {context}"
         raise UsageError(f"--length is {length}, and must be {allowed}")
-    task = load_task(config.task, config.data, tokenizer, length)
+    task = load_task(config.task, config.data, tokenizer, length, config.examples)
     examples = len(task.train["tokens"])
     if examples < config.batch_size:
         raise UsageError(f"--batch-size is {config.batch_size}; there are {examples} examples")

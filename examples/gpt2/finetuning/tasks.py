@@ -47,7 +47,13 @@ class Task:
     logits: Callable[[WithHead, Batch], jax.Array]
 
 
-def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task:
+def load_task(
+    name: Name,
+    folder: pathlib.Path,
+    tokenizer: Tokenizer,
+    length: int,
+    examples: int | None = None,
+) -> Task:
     """Reads a task's files into arrays.
 
     Args:
@@ -56,6 +62,7 @@ def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: in
       tokenizer: The model's.
       length: Tokens that an example may have; longer ones are cut, of two sentences the longer
         first, or of SQuAD split into windows.
+      examples: Training examples (of SQuAD questions) that are kept, the first ones; None for all.
 
     Returns:
       The task. There is a test split where its file is there.
@@ -66,7 +73,7 @@ def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: in
     if not folder.is_dir():
         raise DataError(f"{folder}: no such folder; --data takes one with the task's files")
     if name == "squad":
-        return _load_squad(folder, tokenizer, length)
+        return _load_squad(folder, tokenizer, length, examples)
     task = glue.TASKS[name]
 
     def batch_of(examples: Sequence[glue.Example]) -> Batch:
@@ -96,7 +103,7 @@ def load_task(name: Name, folder: pathlib.Path, tokenizer: Tokenizer, length: in
     return Task(
         outputs=len(task.labels),
         metric=METRICS[name][0],
-        train=batch_of(glue.read_examples(folder, name, "train")),
+        train=batch_of(glue.read_examples(folder, name, "train")[:examples]),
         validation=predictions("validation"),
         test=predictions("test") if has_test else None,
         digest=_digest(glue.read_examples(folder, name, "validation")),
@@ -117,9 +124,13 @@ def _joined(sentences: list[list[int]], end: int, length: int) -> list[int]:
     return [token for sentence in sentences for token in (*sentence, end)]
 
 
-def _load_squad(folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task:
-    def read(split: str) -> tuple[list[squad.Question], list[squad.Window]]:
-        questions = squad.read_questions(folder / SQUAD_FILES[split])
+def _load_squad(
+    folder: pathlib.Path, tokenizer: Tokenizer, length: int, examples: int | None
+) -> Task:
+    def read(
+        split: str, count: int | None = None
+    ) -> tuple[list[squad.Question], list[squad.Window]]:
+        questions = squad.read_questions(folder / SQUAD_FILES[split])[:count]
         return questions, squad.windows(questions, tokenizer, length, min(_STRIDE, length // 3))
 
     def batch_of(windows: Sequence[squad.Window]) -> Batch:
@@ -130,7 +141,7 @@ def _load_squad(folder: pathlib.Path, tokenizer: Tokenizer, length: int) -> Task
             "target": np.array([w.target for w in windows], np.int32),
         }
 
-    _, windows = read("train")
+    _, windows = read("train", examples)
     train = batch_of(windows)
     questions, windows = read("validation")
 
