@@ -11,7 +11,8 @@ pytest.importorskip("grain")
 from benchmarks import report
 from benchmarks.loss_entries import GROUPS
 from benchmarks.loss_study import config_of
-from benchmarks.report import BLOCKS, Summary, difference, filled, summarize
+from benchmarks.report import BLOCKS, blocks_of, filled
+from benchmarks.study_results import Summary, difference, summarize
 from examples.gpt2 import records
 from examples.gpt2.config import resolve, settings
 
@@ -44,9 +45,12 @@ def test_differences_are_paired_by_seed():
 @pytest.mark.parametrize(
     ("block", "lines"),
     [
-        ("comparison", ["| adapprox | 4.00 | 3.1000 | 0.1000 | 2 | 0.002 |  |  |  |  |"]),
+        (
+            "comparison",
+            ["| adapprox | 4.00 | 3.1000 ± 0.1000 | -0.4000 ± 0.1000 | 2 | 0.002 |  |  |  |  |"],
+        ),
         ("controls", ["| rank 8 |  |  | 3.3000 (0.001); 3.2000 (0.002) |  |"]),
-        ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 | 0.0500 | 2 | 0.001 |"]),
+        ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"]),
         ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
         ("steps", ["| adapprox | 20 | 20 |", "| AdamW, b2 0.95, clipped | 20 | 20 |"]),
         ("longer", ["| Muon | 1.00 | 0.006 | 3.3000 | 2.3000 |"]),
@@ -75,10 +79,11 @@ def test_an_opponent_that_is_below_and_left_is_named():
 
 def test_only_blocks_are_replaced_and_a_second_time_nothing():
     page = "a 3.14\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
-    once = filled(page, RESULTS)
+    blocks = blocks_of([], RESULTS)
+    once = filled(page, blocks)
     assert once.startswith("a 3.14\n<!-- rates -->\n- code: AdamW's best")
     assert once.endswith("<!-- end of rates -->\nb\n")
-    assert filled(once, RESULTS) == once
+    assert filled(once, blocks) == once
 
 
 def rows_of(label, group, losses, missing=()):
@@ -113,10 +118,11 @@ def test_records_are_summarized_where_they_are_whole():
 
 
 def test_the_pages_are_what_the_records_say():
-    results = summarize(records.read(report.STUDY))
+    rows = records.read(report.STUDY)
+    blocks = blocks_of(rows, summarize(rows))
     for name in report.PAGES:
         page = (report.ROOT / name).read_text()
-        assert filled(page, results) == page, f"{name}: run python -m benchmarks.report"
+        assert filled(page, blocks) == page, f"{name}: run python -m benchmarks.report"
 
 
 @pytest.mark.parametrize("file", report.DRAWINGS)

@@ -1,0 +1,87 @@
+"""What the runs of `loss_study` came to: a summary for each entry whose runs are all there."""
+
+import math
+import statistics
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
+from benchmarks.loss_study import Lookup, entries, recorded, tuned
+from examples.gpt2.compare import loss_of
+from examples.gpt2.rate_grid import standard_error
+
+TEXTS = ("code", "prose")  # the settings that all are compared in
+
+
+class Summary(NamedTuple):
+    """What the runs of one entry on one text came to."""
+
+    rate: float
+    losses: dict[int, float]  # by seed, at the best rate
+    grid: dict[float, float]  # by rate, of the first seed
+    bytes_a_parameter: float
+    curves: list[list[tuple[int, float]]]
+
+    @property
+    def mean(self) -> float:
+        """Of the losses over the seeds."""
+        return statistics.mean(self.losses.values())
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of the mean; None of one seed."""
+        return standard_error(list(self.losses.values()))
+
+
+Results = Mapping[tuple[str, str], Summary]  # by setting and label
+
+
+def difference(one: Summary, other: Summary) -> tuple[float, float | None, int]:
+    """Mean paired difference over the seeds at which neither diverged, its error, and how many."""
+    seeds = {
+        seed
+        for seed in one.losses.keys() & other.losses.keys()
+        if math.isfinite(one.losses[seed]) and math.isfinite(other.losses[seed])
+    }
+    if not seeds:
+        return math.nan, None, 0
+    differences = [one.losses[seed] - other.losses[seed] for seed in sorted(seeds)]
+    return statistics.mean(differences), standard_error(differences), len(differences)
+
+
+def summarize(rows: list[dict[str, Any]]) -> Results:
+    """All entries whose runs are all among the records."""
+    keys = {row["setting"]: row["settings"]["data"] for row in rows}
+    found = {}
+    for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
+
+        def look_up(where: str, entry: Entry = entry) -> Lookup:
+            return recorded(entry, where, keys.get(where, ""), rows)
+
+        runs = tuned(entry, setting, look_up)
+        if runs is None:
+            continue
+        memory = next(run["memory"] for run in runs.runs if run["memory"] is not None)
+        found[setting, label] = Summary(
+            runs.rate,
+            {run["settings"]["seed"]: loss_of(run) for run in runs.runs},
+            {rate: loss_of(run) for rate, run in runs.grid.items()},
+            memory["state_mib"] * 2**20 / memory["parameters"],
+            [run["curve"] for run in runs.runs],
+        )
+    return found
+
+
+def best_adamw(results: Results, text: str) -> str | None:
+    """The label of the AdamW with the least loss on a text."""
+    losses = {
+        label: one.mean
+        for (where, label), one in results.items()
+        if where == text and label.startswith("AdamW")
+    }
+    return min(losses, key=lambda label: losses[label]) if losses else None
+
+
+def columns_of(curves: list[list[tuple[int, float]]]) -> list[list[float]]:
+    """The losses of all seeds at each validation."""
+    return [[loss for _, loss in at] for at in zip(*curves, strict=True)]

@@ -1,0 +1,218 @@
+"""The results of `loss_study` as tables and sentences in Markdown."""
+
+import math
+import statistics
+from typing import Any
+
+from benchmarks.loss_entries import GROUPS
+from benchmarks.study_results import (
+    TEXTS,
+    Results,
+    Summary,
+    best_adamw,
+    columns_of,
+    difference,
+)
+
+
+def comparison_table(results: Results) -> str:
+    """Every optimizer of both groups: bytes, and on each text what it came to."""
+    titles = ["", "bytes per parameter"]
+    for text in TEXTS:
+        titles += [f"{text}: loss", "less the best AdamW's", "seeds", "peak rate"]
+    rows = []
+    for label in (*GROUPS["ours"], *GROUPS["opponents"]):
+        of_texts = {text: results[text, label] for text in TEXTS if (text, label) in results}
+        if of_texts:
+            size = next(iter(of_texts.values())).bytes_a_parameter
+            cells = [
+                cell
+                for text in TEXTS
+                for cell in (_outcome(results, text, label) if text in of_texts else [""] * 4)
+            ]
+            rows.append([label, f"{size:.2f}", *cells])
+    return _table(titles, rows)
+
+
+def measured_table(results: Results) -> str:
+    """The few that a reader looks for first, on code."""
+    titles = ["", "bytes per parameter", "loss", "less the best AdamW's", "seeds", "peak rate"]
+    rows = []
+    for label in _FIRST:
+        if ("code", label) in results:
+            size = results["code", label].bytes_a_parameter
+            rows.append([label, f"{size:.2f}", *_outcome(results, "code", label)])
+    return _table(titles, rows)
+
+
+def _outcome(results: Results, text: str, label: str) -> list[str]:
+    """Loss, paired difference from the best AdamW, seeds and peak rate."""
+    one, adamw = results[text, label], best_adamw(results, text)
+    less = ""
+    if adamw not in (None, label):
+        mean, error, _ = difference(one, results[text, adamw])
+        less = "" if math.isnan(mean) else _with_error(f"{mean:+.4f}", error)
+    return [_with_error(_loss(one), one.error), less, str(len(one.losses)), f"{one.rate:g}"]
+
+
+_FIRST = (
+    *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
+    *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped", "AdamW in 8 bits, b2 0.95, clipped"),
+    *("Adafactor", "Muon", "AdaMuon"),
+    *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
+)
+
+
+def controls_table(results: Results) -> str:
+    """Loss by second moment and b2, each at its best rate; with bias correction behind it."""
+    labels = [label for label in GROUPS["controls"] if "bias correction" not in label]
+    moments = list(dict.fromkeys(label.rsplit(", b2 ", 1)[0] for label in labels))
+    decays = list(dict.fromkeys(label.rsplit(", b2 ", 1)[1] for label in labels))
+
+    def cell(moment: str, decay: str) -> str:
+        plain = results.get(("code", f"{moment}, b2 {decay}"))
+        corrected = results.get(("code", f"{moment}, b2 {decay}, bias correction"))
+        known = [one for one in (plain, corrected) if one is not None]
+        return "; ".join(f"{_loss(one)} ({one.rate:g})" for one in known)
+
+    rows = [[moment, *(cell(moment, decay) for decay in decays)] for moment in moments]
+    return _table(["b2", *decays], rows)
+
+
+def choices_table(results: Results) -> str:
+    """What each choice changes: the paired difference with the optimizer that it is a choice of."""
+    rows = []
+    for label in GROUPS["choices"]:
+        one, base = (results.get(("code", name)) for name in (label, label.rpartition(", ")[0]))
+        if one is not None and base is not None:
+            mean, error, seeds = difference(one, base)
+            change = _with_error(f"{mean:+.4f}", error)
+            rows.append([label, _loss(one), change, str(seeds), f"{one.rate:g}"])
+    return _table(["change of one thing", "loss", "difference", "seeds", "peak rate"], rows)
+
+
+def claims(results: Results) -> str:
+    """Whether what an optimizer of few bytes should be is so, on each text."""
+    lines = []
+    for text in TEXTS:
+        ours = {x: results[text, x] for x in GROUPS["ours"] if (text, x) in results}
+        theirs = {x: results[text, x] for x in GROUPS["opponents"] if (text, x) in results}
+        if not ours or not theirs:
+            continue
+        beaten = [
+            f"{other} is below and left of {label} by {-mean:.4f} (standard error {_number(error)})"
+            for label, one in ours.items()
+            for other, its in theirs.items()
+            for mean, error, _ in [difference(its, one)]
+            if its.bytes_a_parameter <= one.bytes_a_parameter and mean < -(error or 0)
+        ]
+        lines.append(f"- {text}: " + ("; ".join(beaten) or _NOBODY) + ".")
+        adamw = {x: one for x, one in theirs.items() if x.startswith("AdamW")}
+        for most, family, others in ((1.2, "adapprox", adamw), (0.75, "adapprox_muon", theirs)):
+            small = {
+                label: one
+                for label, one in ours.items()
+                if label.split(",")[0] == family and one.bytes_a_parameter <= most
+            }
+            if small and others:
+                mine = min(small, key=lambda label: small[label].mean)
+                best = min(others, key=lambda label: others[label].mean)
+                mean, error, seeds = difference(small[mine], others[best])
+                lines.append(
+                    f"- {text}: {mine} at {small[mine].bytes_a_parameter:.2f} bytes per parameter"
+                    f" against {best}: {mean:+.4f}, standard error {_number(error)}, {seeds} seeds."
+                )
+    return "\n".join(lines)
+
+
+_NOBODY = "no opponent is both below and left of an optimizer of ours by more than a standard error"
+
+
+def rates(results: Results) -> str:
+    """The best peak rates over that of the best AdamW, on each text."""
+    lines = []
+    for text in TEXTS:
+        adamw = best_adamw(results, text)
+        if adamw is not None:
+            base = results[text, adamw].rate
+            cells = [
+                f"{label} {results[text, label].rate / base:g}"
+                for label in ("adapprox", "adapprox_muon")
+                if (text, label) in results
+            ]
+            lines.append(f"- {text}: AdamW's best is {base:g}; times that, {' and '.join(cells)}.")
+    return "\n".join(lines)
+
+
+def steps_to_adamw(results: Results) -> str:
+    """After which validation each optimizer is below the last loss of the best AdamW, on code."""
+    of_code = {label: one for (text, label), one in results.items() if text == "code"}
+    adamw = best_adamw(results, "code")
+    rows = []
+    for label in (*GROUPS["ours"], *GROUPS["opponents"]):
+        if adamw is not None and label in of_code:
+            curves = [curve for curve in of_code[label].curves if curve]
+            steps = [step for step, _ in curves[0]]
+            means = [statistics.mean(values) for values in columns_of(curves)]
+            goal = of_code[adamw].mean
+            reached = [s for s, mean in zip(steps, means, strict=True) if mean <= goal]
+            rows.append([label, str(min(reached)) if reached else "", str(steps[-1])])
+    return _table(["", "steps", "of"], rows)
+
+
+def longer_table(results: Results) -> str:
+    """The best with a larger model: at its short runs, where rates are tuned, and its long ones."""
+    rows = []
+    for label in GROUPS["longer"]:
+        short, long = results.get(("larger", label)), results.get(("longer", label))
+        if short is not None:
+            cells = [label, f"{short.bytes_a_parameter:.2f}", f"{short.rate:g}", _loss(short)]
+            rows.append([*cells, "" if long is None else _loss(long)])
+    titles = ["", "bytes per parameter", "best peak rate", "loss, short", "loss, long"]
+    return _table(titles, rows)
+
+
+def averages_table(results: Results) -> str:
+    """Losses with and without the running average, each at its best rate."""
+    pairs = {
+        "adapprox": ("adapprox", "adapprox, no average"),
+        "Adafactor": ("Adafactor", "Adafactor, no average"),
+        "AdamW": ("AdamW, b2 0.999, clipped", "AdamW, no average"),
+    }
+    rows = []
+    for name, labels in pairs.items():
+        known = [results.get(("code", label)) for label in labels]
+        rows.append([name, *("" if one is None else _loss(one) for one in known)])
+    return _table(["", "with", "without"], rows)
+
+
+def effort(rows: list[dict[str, Any]]) -> str:
+    """How many runs there are and how long they took, from their records."""
+    hours = sum(row["seconds"] or 0 for row in rows) / 3600
+    return (
+        f"{len(rows)} runs so far, which took {hours:.1f} hours in all, two at a time on two cores."
+    )
+
+
+def _table(titles: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(map(_row, [titles, ["---"] + ["---:"] * (len(titles) - 1), *rows]))
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _loss(one: Summary) -> str:
+    """The mean; of what diverged at some seeds that of the others, and at how many."""
+    finite = [loss for loss in one.losses.values() if math.isfinite(loss)]
+    diverged = len(one.losses) - len(finite)
+    mean = f"{statistics.mean(finite):.4f}" if finite else ""
+    return f"{mean} ({diverged} diverged)".strip() if diverged else mean
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def _with_error(words: str, error: float | None) -> str:
+    return words if error is None else f"{words} ± {error:.4f}"
