@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.orthonormalize import ORTHONORMALIZE, ROUNDS, unit_columns
-from adapprox_jax.products import MatrixProducts, column_energies, contract, matmul, products_of
+from adapprox_jax.orthonormalize import ORTHONORMALIZE, ROUNDS
+from adapprox_jax.products import MatrixProducts, contract, matmul, products_of
 from adapprox_jax.random_start import draw_start, require_key, start_columns
 from adapprox_jax.settings import ORTHOGONALIZATIONS, Orthogonalization
 from adapprox_jax.validation import require_choice, require_flag, require_integer
@@ -158,17 +158,15 @@ def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Arra
     Returns:
       The turned q and u.
     """
-    unit = unit_columns(u)
-    turn = principal_turn(contract(unit, unit, 0), jnp.sqrt(column_energies(u)))
+    turn = principal_turn(contract(u, u, 0))
     return matmul(q, turn.T), matmul(u, turn.T)
 
 
-def principal_turn(gram: jax.Array, norms: jax.Array) -> jax.Array:
+def principal_turn(gram: jax.Array) -> jax.Array:
     """The turn that puts columns in order of falling singular value: x -> x @ turn.T.
 
     Args:
-      gram: Of the columns divided by their norms, (..., width, width).
-      norms: Of the columns, (..., width); those of norm 0 are ordered last.
+      gram: Of the columns, (..., width, width); those of norm 0 are ordered last.
 
     Returns:
       (..., width, width), orthogonal.
@@ -179,7 +177,10 @@ def principal_turn(gram: jax.Array, norms: jax.Array) -> jax.Array:
     width = gram.shape[-1]
     eye = jnp.eye(width, dtype=gram.dtype)
     shift = width * float(np.finfo(gram.dtype).eps)
-    factor = jax.lax.linalg.cholesky(gram + shift * eye, symmetrize_input=False)
+    norms = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))
+    inverse = 1 / jnp.where(norms == 0, 1, norms)
+    unit = inverse[..., None] * gram * inverse[..., None, :]
+    factor = jax.lax.linalg.cholesky(unit + shift * eye, symmetrize_input=False)
     # Should rounding outweigh the shift: the columns are then put in order, and turned no further.
     factor = jnp.where(jnp.isfinite(factor), factor, eye)
     _, _, turn = jnp.linalg.svd(jnp.swapaxes(factor, -2, -1) * norms[..., None, :])

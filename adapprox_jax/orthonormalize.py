@@ -69,8 +69,9 @@ def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS)
 def unit_columns(matrix: jax.Array) -> jax.Array:
     """The columns of (..., m, width) divided by their norms; zero columns stay zero."""
     # Largest entry first: the squares of small columns vanish, of large ones they overflow.
-    matrix = matrix / _nonzero(jnp.max(jnp.abs(matrix), axis=-2, keepdims=True))
-    return matrix / _nonzero(jnp.sqrt(jnp.sum(jnp.square(matrix), axis=-2, keepdims=True)))
+    inverse = 1 / _nonzero(jnp.max(jnp.abs(matrix), axis=-2, keepdims=True))
+    energies = jnp.sum(jnp.square(matrix * inverse), axis=-2, keepdims=True)
+    return matrix * (inverse / _nonzero(jnp.sqrt(energies)))
 
 
 def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
@@ -86,7 +87,7 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
     eye = jnp.eye(widest, dtype=stacked.dtype)
     factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
     # Should rounding outweigh the shift: this round then does nothing.
-    is_finite = jnp.all(jnp.isfinite(factor), axis=(-2, -1), keepdims=True)
+    is_finite = jnp.isfinite(jnp.sum(factor, axis=(-2, -1), keepdims=True))
     factor = jnp.where(is_finite, factor, eye)
     inverse = jax.lax.linalg.triangular_solve(
         factor, jnp.broadcast_to(eye, factor.shape), left_side=True, lower=True
@@ -101,7 +102,7 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
 def _is_near_identity(gram: jax.Array) -> jax.Array:
     width = gram.shape[-1]
     difference = jnp.abs(gram - jnp.eye(width, dtype=gram.dtype))
-    return jnp.all(difference < 0.5 / width, axis=(-2, -1), keepdims=True)
+    return jnp.max(difference, axis=(-2, -1), keepdims=True) < 0.5 / width
 
 
 def _shift(gram: jax.Array) -> jax.Array:

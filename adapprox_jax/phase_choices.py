@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.low_rank import principal_turn
-from adapprox_jax.orthonormalize import unit_columns
 from adapprox_jax.phase_parts import (
     Choice,
     Matrices,
@@ -17,7 +16,7 @@ from adapprox_jax.phase_parts import (
     rank_of,
     residuals_of,
 )
-from adapprox_jax.products import column_energies, contract, matmul
+from adapprox_jax.products import contract, matmul
 from adapprox_jax.stacks import each, sweep
 from adapprox_jax.together import grouping_of, join, part, sums_of, together
 
@@ -140,12 +139,12 @@ def _measured(
 def _turns(found: Sequence[ThinFactors], units: Sequence[jax.Array]) -> list[jax.Array]:
     """What puts columns in order of falling singular value."""
 
-    def unit_gram(u: jax.Array, unit: jax.Array) -> tuple[jax.Array, jax.Array]:
-        columns = unit_columns(u)
-        return contract(columns, columns, 0), jnp.sqrt(column_energies(u / unit))
+    def gram(u: jax.Array, unit: jax.Array) -> jax.Array:
+        columns = u / unit
+        return contract(columns, columns, 0)
 
-    grams = [jax.vmap(unit_gram)(u, unit) for (_, u), unit in zip(found, units, strict=True)]
-    return together(lambda groups: [principal_turn(*group) for group in groups], grams)
+    grams = [jax.vmap(gram)(u, unit) for (_, u), unit in zip(found, units, strict=True)]
+    return together(lambda groups: [principal_turn(group) for group in groups], grams)
 
 
 def turned(found: Sequence[ThinFactors], choices: Sequence[Choice]) -> list[ThinFactors]:

@@ -137,6 +137,13 @@ def _choices() -> dict[str, Entry]:
         "adapprox, no clipping": _adapprox(
             0.999, 3, bias_correction=True, clipping_threshold=NEVER
         ),
+        "adapprox, rank 16": _adapprox(0.999, 3, max_rank=16),
+        "adapprox, ranks from 1 to a quarter": _adapprox(0.999, 3, initial_rank=1, max_rank=0.25),
+        "adapprox, the moment itself": _adapprox(0.999, 3, approximate="moment"),
+        "adapprox, cosine guidance": _adapprox(0.999, 3, 1.2e-3, cosine_guidance=True),
+        "adapprox, average in bfloat16": _adapprox(0.999, 3, mu_dtype="bfloat16"),
+        "adapprox, factors in bfloat16": _adapprox(0.999, 3, factor_dtype="bfloat16"),
+        "adapprox, the paper's settings": Entry("adapprox-paper", 2.4e-3, seeds=3),
         **dense,
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
         "adapprox_muon, no second moment": _of_hidden(seeds=3, second_moment=False),
