@@ -1,6 +1,7 @@
 """The settings of a run: one dataclass, which is also the command line, and its presets."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -9,6 +10,8 @@ from examples.gpt2 import data as text
 from examples.gpt2 import optimizers
 from examples.gpt2.hints import by_case, show_defaults
 from examples.gpt2.model import CONFIGS, GPTConfig
+
+_LARGEST_SEED = 2**31 - 1
 
 
 class UsageError(ValueError):
@@ -281,12 +284,14 @@ def check_numbers(config: Any, positive: Sequence[str], not_negative: Sequence[s
     """
     for name in positive:
         value = getattr(config, name)
-        if value is not None and not value > 0:
-            raise UsageError(f"{_option(name)} is {value}, and must be above 0")
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{_option(name)} is {value}, and must be above 0 and finite")
     for name in not_negative:
         value = getattr(config, name)
         if not value >= 0:
             raise UsageError(f"{_option(name)} is {value}, and must be at least 0")
+    if config.seed > _LARGEST_SEED:
+        raise UsageError(f"--seed is {config.seed}, and must be at most {_LARGEST_SEED}")
     for name in ("b1", "b2"):
         value = getattr(config.hyper, name)
         if not 0 <= value < 1:
@@ -295,8 +300,8 @@ def check_numbers(config: Any, positive: Sequence[str], not_negative: Sequence[s
         value = config.hyper.weight_decay
         raise UsageError(f"--hyper.weight-decay is {value}, and must be at least 0")
     for rate in config.learning_rates:
-        if not rate > 0:
-            raise UsageError(f"--learning-rates has {rate}, and all must be above 0")
+        if not 0 < rate < math.inf:
+            raise UsageError(f"--learning-rates has {rate}, and all must be above 0 and finite")
     if config.batch_size % config.accumulate:
         raise UsageError(
             f"--accumulate {config.accumulate} does not divide --batch-size "

@@ -11,6 +11,7 @@ from typing import Any
 
 from examples.gpt2.checkpoints import free_name
 from examples.gpt2.config import UsageError
+from examples.gpt2.records import write_whole
 
 LOCK = "process"  # the file that a process holds a lock on, with its number and machine
 
@@ -48,9 +49,7 @@ def run_folder(out: pathlib.Path, resume: bool, used: dict[str, Any]) -> Iterato
 
 def write_settings(out: pathlib.Path, used: dict[str, Any]) -> None:
     """Writes the settings of a run to its folder, whole or not at all."""
-    temporary = out / "settings.json.partial"
-    temporary.write_text(json.dumps(used, indent=2) + "\n")
-    temporary.rename(out / "settings.json")
+    write_whole(out / "settings.json", json.dumps(used, indent=2) + "\n")
 
 
 def _holds_something(out: pathlib.Path) -> bool:

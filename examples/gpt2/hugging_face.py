@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from examples.gpt2.model import ACTIVATIONS, GPT, GPTConfig
-from examples.gpt2.records import read_json
+from examples.gpt2.records import quoted, read_json
 
 CONFIG, TENSORS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _PREFIX = "transformer."  # of all but the head, where the model was saved with one
@@ -88,7 +88,8 @@ def read_hugging_face(folder: str | pathlib.Path, dtype: str = "float32") -> GPT
     left = [n for n in files.keys() - names.keys() if not _BUFFERS.fullmatch(n) and n != _HEAD]
     if left:
         raise CheckpointError(
-            f"{files[min(left)]}: has {min(left)}, which a GPT-2 with the sizes of {CONFIG} has not"
+            f"{files[min(left)]}: has {quoted(min(left))}, which a GPT-2 with the sizes of {CONFIG}"
+            " has not"
         )
     arrays = {}
     shapes = {_name(p): x.shape for p, x in jax.tree_util.tree_leaves_with_path(expected)}
@@ -115,21 +116,23 @@ def read_config(folder: pathlib.Path) -> GPTConfig:
     given = _read_object(file)
     for name, value in _EXPECTED.items():
         if given.get(name, value) != value:
-            allowed = f"{name} is {given[name]!r}; allowed: {value!r}"
+            allowed = f"{name} is {quoted(given[name])}; allowed: {value!r}"
             raise CheckpointError(f"{file}: {allowed}, as in GPT-2")
     if "model_type" not in given:
         raise CheckpointError(f"{file}: has no model_type; allowed: 'gpt2'")
     activation = given.get("activation_function", "gelu_new")
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
         allowed = ", ".join(ACTIVATIONS)
-        raise CheckpointError(f"{file}: activation_function is {activation!r}; allowed: {allowed}")
+        found = quoted(activation)
+        raise CheckpointError(f"{file}: activation_function is {found}; allowed: {allowed}")
     inner = given.get("n_inner")
     tied = given.get("tie_word_embeddings", True)
     if not isinstance(tied, bool):
-        raise CheckpointError(f"{file}: tie_word_embeddings is {tied!r}; allowed: true, false")
+        found = quoted(tied)
+        raise CheckpointError(f"{file}: tie_word_embeddings is {found}; allowed: true, false")
     # The defaults are those of `transformers`, which writes what differs from them alone.
     sizes = {
-        name: _size(file, key, given.get(key, default))
+        name: size_in(file, key, given.get(key, default))
         for name, key, default in (
             ("layers", "n_layer", 12),
             ("width", "n_embd", 768),
@@ -144,10 +147,11 @@ def read_config(folder: pathlib.Path) -> GPTConfig:
         )
     epsilon = given.get("layer_norm_epsilon", 1e-5)
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
-        raise CheckpointError(f"{file}: layer_norm_epsilon is {epsilon!r}; allowed: in (0, 1)")
+        found = quoted(epsilon)
+        raise CheckpointError(f"{file}: layer_norm_epsilon is {found}; allowed: in (0, 1)")
     return GPTConfig(
         **sizes,
-        inner=None if inner is None else _size(file, "n_inner", inner),
+        inner=None if inner is None else size_in(file, "n_inner", inner),
         activation=activation,
         epsilon=epsilon,
         tied=tied,
@@ -213,10 +217,15 @@ def _name(path: tuple[Any, ...]) -> str:
     return f"{_MODEL[part]}.{_KIND[kind]}"
 
 
-def _size(file: pathlib.Path, key: str, value: Any) -> int:
+def size_in(file: pathlib.Path, key: str, value: Any) -> int:
+    """A size that a file gives.
+
+    Raises:
+      CheckpointError: It is none.
+    """
     if type(value) is not int or not 1 <= value <= _LARGEST:
-        given = repr(value) if len(repr(value)) < 40 else "too large"
-        raise CheckpointError(f"{file}: {key} is {given}; allowed: integers from 1 to {_LARGEST}")
+        allowed = f"integers from 1 to {_LARGEST}"
+        raise CheckpointError(f"{file}: {key} is {quoted(value)}; allowed: {allowed}")
     return value
 
 
@@ -232,20 +241,36 @@ def _find_tensors(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     file = folder / TENSORS
     if file.exists():
         with _opened(file) as tensors:
-            return {name.removeprefix(_PREFIX): file for name in tensors.keys()}  # noqa: SIM118
+            return _without_prefix(file, dict.fromkeys(tensors.keys(), file))
     if (folder / INDEX).exists():
         index = _read_object(folder / INDEX).get("weight_map")
         if not isinstance(index, dict):
             raise CheckpointError(f"{folder / INDEX}: has no weight_map")
         for name, shard in index.items():
-            if not isinstance(shard, str) or pathlib.PurePath(shard).name != shard:
-                given = f"{name} is in {shard!r}"
+            named = isinstance(shard, str) and pathlib.PurePath(shard).name == shard
+            if not (named and shard.isprintable()):
+                given = f"{quoted(name)} is in {quoted(shard)}"
                 raise CheckpointError(f"{folder / INDEX}: {given}; allowed: names of files")
-        return {name.removeprefix(_PREFIX): folder / shard for name, shard in index.items()}
+        shards = {name: folder / shard for name, shard in index.items()}
+        return _without_prefix(folder / INDEX, shards)
     hint = ""
     if (folder / "pytorch_model.bin").exists():
         hint = "; pytorch_model.bin is a pickle, which may run any code, so it is not read"
     raise CheckpointError(f"{folder}: has neither {TENSORS} nor {INDEX}{hint}")
+
+
+def _without_prefix(file: pathlib.Path, found: dict[str, pathlib.Path]) -> dict[str, pathlib.Path]:
+    """The files by the tensors' names without prefix.
+
+    Raises:
+      CheckpointError: Two names are then equal.
+    """
+    short = {name.removeprefix(_PREFIX): of for name, of in found.items()}
+    for name in found:
+        if _PREFIX + name in found:
+            given = f"has both {quoted(name)} and {quoted(_PREFIX + name)}"
+            raise CheckpointError(f"{file}: {given}; allowed: one of them")
+    return short
 
 
 def _opened(file: pathlib.Path) -> Any:
@@ -266,4 +291,8 @@ def _tensor(tensors: Any, name: str, shape: tuple[int, ...], file: pathlib.Path)
     if known.get_dtype() not in _FLOATS:
         allowed = ", ".join(_FLOATS)
         raise CheckpointError(f"{file}: {name} has type {known.get_dtype()}; allowed: {allowed}")
-    return jnp.asarray(tensors.get_tensor(name).astype(np.float32))
+    with np.errstate(over="ignore"):  # is said below
+        values = tensors.get_tensor(name).astype(np.float32)
+    if not np.isfinite(values).all():
+        raise CheckpointError(f"{file}: {name} has numbers that are not finite in float32")
+    return jnp.asarray(values)

@@ -43,13 +43,11 @@ class Metrics:
                 f"--resume: {path} is missing, with the losses up to step {step}; put it back, or"
                 " make an empty file of that name to go on without them"
             )
-        self.rows = [row for row in records.read(path) if row["step"] <= step]
+        self.rows = [row for row in records.read(path) if row.get("step", math.inf) <= step]
         self._writes = is_first()
         if not self._writes:
             return
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        temporary.rename(path)
+        records.write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
         self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 from examples.gpt2.checkpoints import damage_of
-from examples.gpt2.hugging_face import CONFIG, CheckpointError, read_hugging_face
+from examples.gpt2.hugging_face import CONFIG, CheckpointError, read_hugging_face, size_in
 from examples.gpt2.model import GPT, GPTConfig
 from examples.gpt2.tokens import Tokenizer, byte_tokenizer, read_sentencepiece, read_tokenizer
 
@@ -88,11 +88,15 @@ def _of_a_run(
     file = folder / "settings.json"
     try:
         used = json.loads(file.read_text(encoding="utf-8"))
-        config = GPTConfig(**{name: used[name] for name in _SIZES}, dtype=dtype)
-        kind, key = used["tokenizer"], used["data"]
+        sizes = {name: used[name] for name in _SIZES}
+        kind, key = used["tokenizer"], str(used["data"])
         optimizer, given = used["optimizer"], used["optimizer_settings"]
     except (ValueError, KeyError, TypeError, OSError):
         raise CheckpointError(f"{file}: not the settings of a run of examples.gpt2.train") from None
+    config = GPTConfig(**{k: size_in(file, k, v) for k, v in sizes.items()}, dtype=dtype)
+    if config.width % config.heads:
+        given = f"heads {config.heads} does not divide width {config.width}"
+        raise CheckpointError(f"{file}: {given}, and must")
     if moments and optimizer != "adamw":
         raise CheckpointError(f"{folder}: was trained with {optimizer}, and has no state of AdamW")
     if kind == "bytes":
@@ -107,6 +111,9 @@ def _of_a_run(
     wanted = ("params", "count", "mu", "nu") if moments else ("params",)
     try:
         saved = _restored(folder / "checkpoints", wanted)
+        layers = len(saved["params"]["blocks"])
+        if layers != config.layers:
+            raise ValueError(f"has {layers} layers; settings.json: {config.layers}")
         nnx.replace_by_pure_dict(state, _as(like, saved["params"]))
         adam = None
         if moments:

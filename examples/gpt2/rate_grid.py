@@ -65,10 +65,10 @@ def recorded(file: pathlib.Path, wanted: Record, words: str, make: Callable[[], 
 def find(rows: Iterable[Record], wanted: Record) -> Record | None:
     """The finished run with these settings, if it is among the records."""
 
-    def written(used: Record) -> str:
+    def written(used: Any) -> str:
         return json.dumps(used, sort_keys=True)  # where 1 is not 1.0: a rank, a fraction
 
-    return next((row for row in rows if written(row["settings"]) == written(wanted)), None)
+    return next((row for row in rows if written(row.get("settings")) == written(wanted)), None)
 
 
 def versions() -> dict[str, str]:

@@ -6,13 +6,15 @@ from typing import Any
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, none where it does not exist; a broken line is passed over."""
+    """The objects in the lines of a file, none where it does not exist; others are passed over."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except json.JSONDecodeError:
             continue  # a process was ended while it wrote
+        if isinstance(row, dict):
+            rows.append(row)
     return rows
 
 
@@ -26,8 +28,19 @@ def append(path: pathlib.Path, row: dict[str, Any]) -> None:
 def write_whole(path: pathlib.Path, text: str) -> None:
     """Writes a file that is there whole, or as it was."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     partial.rename(path)
+
+
+def as_in_json(value: Any) -> Any:
+    """What JSON makes of a value: lists of tuples."""
+    return json.loads(json.dumps(value))
+
+
+def quoted(given: object, most: int = 80) -> str:
+    """What was given, for a message: on one line, cut where it is long."""
+    words = repr(given)
+    return words if len(words) <= most else f"{words[:most]}..."
 
 
 def read_json(file: pathlib.Path, error: type[ValueError]) -> Any:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import sentencepiece
 import tokenizers
 
+from examples.gpt2.records import quoted, read_json
+
 END_OF_TEXT = "<|endoftext|>"  # GPT-2's
 
 
@@ -59,6 +61,7 @@ def read_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
         for file, other in ((vocabulary, merges), (merges, vocabulary)):
             if not file.exists():
                 raise TokenizerError(f"{file}: no such file, and {other.name} needs it")
+        _require_all_merges(vocabulary, merges)
         return _of_hugging_face(
             vocabulary,
             lambda: tokenizers.ByteLevelBPETokenizer.from_file(str(vocabulary), str(merges)),
@@ -67,6 +70,21 @@ def read_tokenizer(folder: str | pathlib.Path) -> Tokenizer:
         return read_sentencepiece(model)
     allowed = "tokenizer.json, vocab.json with merges.txt, or tokenizer.model"
     raise TokenizerError(f"{folder}: has no tokenizer; allowed: {allowed}")
+
+
+def _require_all_merges(vocabulary: pathlib.Path, merges: pathlib.Path) -> None:
+    """Raises TokenizerError where tokens of several symbols come from no merge: a cut file."""
+    names = read_json(vocabulary, TokenizerError)
+    try:
+        lines = merges.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        raise TokenizerError(f"{merges}: not UTF-8 text") from None
+    made = {line.replace(" ", "", 1) for line in lines if not line.startswith("#version")}
+    special = {name for name in names if name[:1] + name[-1:] in ("<>", "[]")}
+    lacking = [name for name in names if len(name) > 1 and name not in made and name not in special]
+    if lacking:
+        given = f"no merge makes {quoted(lacking[0])}, and {len(lacking) - 1} more of its tokens"
+        raise TokenizerError(f"{merges}: {given}, which {vocabulary.name} has; is it whole?")
 
 
 def read_sentencepiece(file: pathlib.Path) -> Tokenizer:
@@ -119,7 +137,13 @@ def _of_hugging_face(file: pathlib.Path, read: Callable[[], tokenizers.Tokenizer
         raise TokenizerError(f"{file}: has no {END_OF_TEXT}, which ends a text")
 
     def encode_all(texts: Sequence[str]) -> list[Encoding]:
-        encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        try:
+            encoded = tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        except Exception as error:  # the library raises plain ones
+            raise TokenizerError(f"{file}: a text cannot be encoded: {quoted(error)}") from None
+        for text, one in zip(texts, encoded, strict=True):
+            if text.strip() and not one.ids:
+                raise TokenizerError(f"{file}: has no tokens for the text {quoted(text)}")
         return [Encoding(one.ids, one.offsets) for one in encoded]
 
     size = 1 + max(tokenizer.get_vocab().values())

@@ -15,7 +15,7 @@ from flax import nnx
 
 import adapprox_jax
 from examples.gpt2 import finetune, train
-from examples.gpt2.finetuning import compare, run
+from examples.gpt2.finetuning import compare, glue, run
 from examples.gpt2.finetuning.tasks import METRICS
 from examples.gpt2.hugging_face import (
     CheckpointError,
@@ -146,6 +146,38 @@ def test_an_interrupted_run_goes_on_to_the_same_end(work, monkeypatch):
     np.testing.assert_array_equal(whole, parts)
 
 
+def test_the_best_epoch_is_kept_and_predicts(work, monkeypatch, capsys):
+    options = ["--epochs", 2, "--learning-rate", 3e-3, "--optimizer", "adamw"]
+    make, predicted, falling = run.predictor, [], iter((90.0, 60.0))
+
+    def recorded(*given):
+        predict = make(*given)
+
+        def kept(params, split):
+            predicted.append(predict(params, split))
+            return predicted[-1]
+
+        return kept
+
+    monkeypatch.setattr(run, "predictor", recorded)
+    monkeypatch.setattr(glue, "score", lambda *_: {"accuracy": next(falling)})
+    assert finetune.main(arguments(work, "sst2", "falling", *options)) == 0
+    first, second, best, _ = predicted  # two epochs, then the best one of both splits
+    np.testing.assert_array_equal(best, first)
+    assert np.abs(second - first).max() > 0
+    assert "best after step 32: accuracy 90.00" in capsys.readouterr().out
+    # Known without the metrics, too.
+    (work / "falling/metrics.jsonl").write_text("")
+    assert finetune.main(arguments(work, "sst2", "falling", *options, "--resume")) == 0
+    assert "best after step 32: accuracy 90.00" in capsys.readouterr().out
+    shutil.rmtree(next((work / "falling/best").glob("32")) / "default")
+    assert_refused(
+        capsys,
+        arguments(work, "sst2", "falling", *options, "--resume"),
+        *("falling/best", "cannot be read"),
+    )
+
+
 def test_answers_are_marked_from_adams_state(work, monkeypatch):
     options = ["--epochs", 1, "--learning-rate", 3e-3, "--from-adam"]
     options += ["--adapprox.approximate", "moment"]
@@ -153,13 +185,17 @@ def test_answers_are_marked_from_adams_state(work, monkeypatch):
     convert, given = adapprox_jax.from_adam, {}
 
     @functools.wraps(convert)
-    def recorded(*arguments, **keywords):
-        given.update(keywords)
-        return convert(*arguments, **keywords)
+    def recorded(tx, moments, *arguments, **keywords):
+        given.update(keywords, moments=moments)
+        return convert(tx, moments, *arguments, **keywords)
 
     monkeypatch.setattr(adapprox_jax, "from_adam", recorded)
     assert finetune.main(arguments(work, "squad", "squad-run", *options)) == 0
     assert (given["approximate"], given["b2"], given["eps"]) == ("moment", 0.999, 1e-8)
+    saved = read_pretrained(work / "adamw", cache=work / "cache", moments=True).adam.state
+    for name in ("mu", "nu"):
+        of_model = getattr(given["moments"], name)["gpt"]
+        jax.tree.map(np.testing.assert_array_equal, of_model, getattr(saved, name))
     rows = rows_of(work / "squad-run")
     losses = [row["loss"] for row in rows if "loss" in row]
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
@@ -202,8 +238,17 @@ def test_a_comparison_is_a_table_a_record_and_a_figure(work, capsys):
     assert finetune.main(arguments(work, "sst2", "compare", *options)) == 0
     names = list(json.loads((out / "sst2.json").read_text())["summary"])
     assert names == ["adapprox", "came", "adapprox, AdamW's state"]
-    two_epochs = arguments(work, "sst2", "compare", *options[2:], "--epochs", 2)
-    assert_refused(capsys, two_epochs, "sst2.json is of", "give another folder")
+    summary = json.loads((out / "sst2.json").read_text())["summary"]
+    assert len(summary["adapprox"]["grid"]) == 2
+    again = ["--epochs", 1, "--compare", "adapprox", "--seeds", 1, "--learning-rates", 1e-3]
+    assert finetune.main(arguments(work, "sst2", "compare", *again)) == 0
+    assert json.loads((out / "sst2.json").read_text())["summary"] == summary  # no less than before
+    capsys.readouterr()
+    for other in (["--epochs", 2], ["--batch-size", 16]):
+        changed = arguments(work, "sst2", "compare", *again, *other)
+        assert_refused(capsys, changed, "sst2.json is of", "give another folder")
+    changed = arguments(work, "sst2", "compare", *again, "--adapprox.max-rank", 2)
+    assert_refused(capsys, changed, "has adapprox with other settings")
 
 
 def test_the_table_has_an_average_where_all_tasks_are_there():
@@ -259,6 +304,10 @@ def test_damaged_folders_of_runs(work, tmp_path):
         ("{", r"settings\.json: not the settings of a run of examples\.gpt2\.train"),
         (json.dumps({"task": "sst2"}), "not the settings of a run"),
         (json.dumps(used | {"width": 48}), r"checkpoints: cannot be read: .* has shape"),
+        (json.dumps(used | {"layers": 0}), "layers is 0; allowed: integers from 1"),
+        (json.dumps(used | {"layers": "1"}), "layers is '1'; allowed: integers from 1"),
+        (json.dumps(used | {"layers": 2}), r"cannot be read: has 1 layers; settings\.json: 2"),
+        (json.dumps(used | {"heads": 3}), "heads 3 does not divide width 32, and must"),
         (json.dumps(used | {"optimizer": "came"}), "was trained with came, and has no state"),
     ]:
         (folder / "settings.json").write_text(settings)
@@ -286,6 +335,9 @@ def test_bad_input(work, tmp_path, capsys):
     assert_refused(capsys, [*given(), "--seed", "-1"], "--seed is -1, and must be at least 0")
     assert_refused(capsys, [*given(), "--epochs", "0"], "--epochs is 0, and must be above 0")
     assert_refused(capsys, [*given(), "--batch-size", "999"], "there are 256 examples")
+    assert_refused(capsys, [*given(), "--learning-rate", "inf"], "must be above 0 and finite")
+    assert_refused(capsys, [*given(), "--seed", str(10**30)], "must be at most 2147483647")
+    assert_refused(capsys, given(out=work / "adamw"), "has the checkpoint; give another folder")
     assert_refused(capsys, [*given(), "--examples", "0"], "--examples is 0, and must be above 0")
     assert_refused(capsys, [*given(), "--examples", "7"], "--batch-size is 8; there are 7 examples")
     assert_refused(capsys, [*given(), "--optimizer", "came", "--from-adam"], "came cannot begin")

@@ -6,7 +6,9 @@ from sklearn import metrics
 
 from examples.gpt2.data import DataError
 from examples.gpt2.finetuning import download, glue
-from tests.examples.task_files import write
+from examples.gpt2.finetuning.tasks import load_task
+from examples.gpt2.tokens import byte_tokenizer
+from tests.examples.task_files import write, write_squad, write_sst2
 
 MNLI_HEADER = (
     "index\tpromptID\tpairID\tgenre\tsentence1_binary_parse\tsentence2_binary_parse\t"
@@ -53,7 +55,11 @@ def test_mnli_is_matched_and_leaves_out_what_has_no_label(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["sentence\tquality", "a\t1"], r"dev\.tsv, line 1: has no column 'label', only sentence,"),
+        (
+            ["sentence\tquality", "a\t1"],
+            r"line 1: has no column 'label', only 'sentence\\tquality'$",
+        ),
+        (["\x1b[31m\rb\r" * 999], r"^[^\n\r\x1b]{99,}\.\.\.$"),
         (["sentence\tlabel", "a\t1", "b"], r"dev\.tsv, line 3: has 1 fields; its columns are 2"),
         (["sentence\tlabel", "a\tb\t1"], r"dev\.tsv, line 2: has 3 fields; its columns are 2"),
         (["sentence\tlabel", "a\t2"], r"dev\.tsv, line 2: label is '2'; allowed: 0, 1"),
@@ -114,3 +120,19 @@ def test_downloaded_rows_are_read_as_they_were(tmp_path, task):
     assert [e.index for e in glue.read_examples(tmp_path / "new", task, "test")] == ["4", "9"]
     with pytest.raises(DataError, match="not empty; give a new folder"):
         download.download(config, dict)
+
+
+def test_the_first_examples_alone(tmp_path):
+    write_sst2(tmp_path, train=8, validation=4)
+    whole, three = (
+        load_task("sst2", tmp_path, byte_tokenizer(), 32, examples) for examples in (None, 3)
+    )
+    assert (whole.contents, three.contents) == ("8 examples", "3 examples")
+    for name, array in whole.train.items():
+        np.testing.assert_array_equal(three.train[name], array[:3])
+    np.testing.assert_array_equal(
+        three.validation.batch["tokens"], whole.validation.batch["tokens"]
+    )
+    write_squad(tmp_path, train=2, validation=1)
+    one = load_task("squad", tmp_path, byte_tokenizer(), 64, 1)
+    assert one.contents.startswith("1 questions in ")

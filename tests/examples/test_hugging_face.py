@@ -138,13 +138,14 @@ def test_written_models_are_read_back(tmp_path, tied):
     [
         ({"model_type": "bert"}, r"config\.json: model_type is 'bert'; allowed: 'gpt2'"),
         ({"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is True; allowed: False"),
+        ({"model_type": "b\n" * 999}, r"model_type is 'b\\nb[^\n]{70,80}\.\.\.; allowed: 'gpt2'"),
         ({"activation_function": "mish"}, "activation_function is 'mish'; allowed: gelu_new, "),
         ({"activation_function": ["gelu"]}, r"activation_function is \['gelu'\]; allowed: gelu"),
         ({"n_layer": 0}, "n_layer is 0; allowed: integers from 1 to 16777216"),
         ({"n_layer": 10**7}, r"h\.9999999\.ln_1\.weight is missing; config\.json asks for it"),
         ({"n_positions": 10**30}, "n_positions is 1000000000000000000000000000000; allowed"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; allowed: true, false"),
-        ({"n_layer": 1}, r"has h\.1\.attn\.c_attn\.bias, which a GPT-2 with the sizes"),
+        ({"n_layer": 1}, r"has 'h\.1\.attn\.c_attn\.bias', which a GPT-2 with the sizes"),
         ({"n_head": 5}, "n_head 5 does not divide n_embd 32, and must"),
         ({"vocab_size": "70"}, "vocab_size is '70'; allowed: integers from 1 to 16777216"),
         ({"vocab_size": 71}, r"wte\.weight has shape \(70, 32\); config\.json asks for \(71, 32\)"),
@@ -170,6 +171,16 @@ def test_damaged_files(folder):
         read_hugging_face(folder)
     store(folder, tensors | {"transformer.ln_f.bias": np.zeros(32, np.int32)})
     with pytest.raises(CheckpointError, match=r"ln_f\.bias has type I32; allowed: F64, F32"):
+        read_hugging_face(folder)
+    bias = np.zeros(32, np.float32)
+    store(folder, tensors | {"transformer.ln_f.bias": bias + np.nan})
+    with pytest.raises(CheckpointError, match=r"ln_f\.bias has numbers that are not finite"):
+        read_hugging_face(folder)
+    store(folder, tensors | {"ln_f.bias": bias})
+    with pytest.raises(CheckpointError, match=r"has both 'ln_f\.bias' and 'transformer\.ln_f\.bia"):
+        read_hugging_face(folder)
+    store(folder, tensors | {"evil\nname": bias})
+    with pytest.raises(CheckpointError, match=r"has 'evil\\nname', which a GPT-2"):
         read_hugging_face(folder)
     file.rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="is a pickle, which may run any code"):

@@ -67,6 +67,7 @@ def test_reading(tmp_path):
         ({"data": []}, "has no questions"),
         ({"data": content()["data"] * 2}, "2 questions have the id 'q'"),
         (content(is_impossible=True), r"qas\[0\] has no answer, as in SQuAD v2\.0; allowed: v1\.1"),
+        (content(id="\ud800"), r"qas\[0\]\.id has half of a surrogate pair, which is no char"),
         (content(id=7), r"data\[0\]\.paragraphs\[0\]\.qas\[0\]\.id is int; allowed: str"),
         (content(answers=[{"text": "Bonn"}]), r"qas\[0\]\.answers\[0\] has no 'answer_start'"),
         (content(answers=[{"text": "Bonn", "answer_start": 99}]), "no answer stands at the place"),

@@ -70,6 +70,10 @@ def test_bad_folders(trained, tmp_path):
     with pytest.raises(TokenizerError, match=r"tokenizer\.model: not a SentencePiece model"):
         read_sentencepiece(tmp_path / "tokenizer.model")
     trained.save_model(str(tmp_path))
+    lines = (tmp_path / "merges.txt").read_text().splitlines()
+    (tmp_path / "merges.txt").write_text("\n".join(lines[:-2]))
+    with pytest.raises(TokenizerError, match=r"merges\.txt: no merge makes .*, and 1 more of its"):
+        read_tokenizer(tmp_path)
     (tmp_path / "merges.txt").rename(tmp_path / "elsewhere.txt")
     with pytest.raises(TokenizerError, match=r"merges\.txt: no such file, and vocab\.json needs"):
         read_tokenizer(tmp_path)
@@ -81,3 +85,16 @@ def test_bad_folders(trained, tmp_path):
     other.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match=r"has no <\|endoftext\|>, which ends a text"):
         read_tokenizer(tmp_path)
+
+
+def test_texts_that_a_tokenizer_has_no_tokens_for(tmp_path):
+    bare = {"a": 0, END_OF_TEXT: 1}
+    for model, message in [
+        (tokenizers.models.BPE(bare, []), "has no tokens for the text 'b'"),
+        (tokenizers.models.WordLevel(bare, unk_token="?"), "a text cannot be encoded: "),
+    ]:
+        tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+        read = read_tokenizer(tmp_path)
+        assert read.encode("a").tokens == [0]
+        with pytest.raises(TokenizerError, match=message):
+            read.encode_all(["a", "b"])

@@ -12,12 +12,12 @@ import numpy as np
 
 from examples.gpt2.config import UsageError
 from examples.gpt2.finetuning import plots
-from examples.gpt2.finetuning.config import Config, settings
+from examples.gpt2.finetuning.config import Config, begins_with_adam, settings
 from examples.gpt2.finetuning.run import Prepared, prepare, run
 from examples.gpt2.finetuning.tasks import METRICS
 from examples.gpt2.metrics import DivergedError
 from examples.gpt2.rate_grid import cell, new_folder, print_edges, recorded, runs_of, summary_of
-from examples.gpt2.records import write_whole
+from examples.gpt2.records import as_in_json, quoted, write_whole
 
 # Table 3 of the paper, GPT-2 117M: F1 of SQuAD, accuracy of the others.
 PAPER = {
@@ -32,7 +32,7 @@ def compare(config: Config) -> None:
     """Runs what is missing; writes the task's record and figure, prints the table of all tasks.
 
     What the folder has of other optimizers stays in the record, so that each can begin with a
-    checkpoint of its own.
+    checkpoint of its own; rates and seeds that it has of the same are part of the comparison.
 
     Args:
       config: The settings of all runs; `compare`, `seeds` and `learning_rates` say which.
@@ -41,45 +41,55 @@ def compare(config: Config) -> None:
       UsageError: The folder is that of one run, or what it has is of other data or settings.
     """
     out = config.out or pathlib.Path("runs/finetune/compare")
-    rates = config.learning_rates or (config.learning_rate,)
     prepared = prepare(config)
     metric = prepared.task.metric
-    shared = {"data": prepared.digests["data"], "epochs": config.epochs, "length": prepared.length}
-    before = read_records(out).get(config.task, {"of": shared, "summary": {}})
-    if before["of"] != shared:
-        raise UsageError(
-            f"--out {out}: its {config.task}.json is of {before['of']}, this of {shared};"
-            " give another folder"
-        )
+
+    def settings_of(one: Config) -> dict[str, Any]:
+        return settings(one, prepared.digests) | {"length": prepared.length}
+
+    shared = {k: v for k, v in settings_of(config).items() if k not in _DIFFERING}
+    before = _summary_in(out, config.task, shared)
     new_folder(out)
 
-    def result(name: str, rate: float, seed: int) -> dict[str, Any]:
-        label = f"{config.task}-{name}-{rate:g}-seed{seed}"
-        one = dataclasses.replace(
-            config, optimizer=name, learning_rate=rate, seed=seed, compare=(), out=out / label
+    def result(label: str, one: Config, rate: float, seed: int) -> dict[str, Any]:
+        label = f"{config.task}-{label.replace(', ', '-')}-{rate:g}-seed{seed}"
+        one = dataclasses.replace(one, learning_rate=rate, seed=seed, out=out / label)
+        words = f"{config.task}, {label}, peak rate {rate:g}, seed {seed}"
+        return recorded(
+            out / "results.jsonl", settings_of(one), words, lambda: _tuned(one, prepared)
         )
-        wanted = settings(one, prepared.digests) | {"length": prepared.length}
-        words = f"{config.task}, {name}, peak rate {rate:g}, seed {seed}"
-        return recorded(out / "results.jsonl", wanted, words, lambda: _tuned(one, prepared))
 
     def score_of(row: dict[str, Any]) -> float:
         return -math.inf if row["scores"] is None else row["scores"][metric]
 
-    seeds = range(config.seed, config.seed + config.seeds)
     summary = {}
     for name in dict.fromkeys(config.compare):
-        runs = runs_of(functools.partial(result, name), rates, seeds, score_of)
-        converted = config.from_adam and name.startswith("adapprox")
-        summary[f"{name}, AdamW's state" if converted else name] = {
+        one = dataclasses.replace(config, optimizer=name, compare=())
+        label = f"{name}, AdamW's state" if begins_with_adam(one) else name
+        used = {k: v for k, v in settings_of(one).items() if k in _OF_ONE_ROW}
+        known = before.get(label, {**as_in_json(used), "grid": {}, "scores": []})
+        if any(known.get(k) != as_in_json(v) for k, v in used.items()):
+            given = f"has {label} with other settings or of another checkpoint"
+            raise UsageError(f"--out {out}: its {config.task}.json {given}; give another folder")
+        rates = {*map(float, known["grid"]), *(config.learning_rates or (config.learning_rate,))}
+        seeds = max(config.seeds, len(known["scores"]))
+        runs = runs_of(
+            functools.partial(result, label, one),
+            sorted(rates),
+            range(config.seed, config.seed + seeds),
+            score_of,
+        )
+        summary[label] = {
             **summary_of(runs, score_of),
-            "checkpoint": prepared.digests["checkpoint"],
+            **used,
             "means": {m: _mean(runs.seeds, m) for m in METRICS[config.task]},
             "scores": [one["scores"] for one in runs.seeds],
         }
     record = {
         "command": " ".join(["python -m examples.gpt2.finetune", *sys.argv[1:]]),
         "of": shared,
-        "summary": before["summary"] | summary,
+        # Read anew: another comparison may have ended in the folder.
+        "summary": _summary_in(out, config.task, shared) | summary,
     }
     write_whole(out / f"{config.task}.json", json.dumps(record, indent=1) + "\n")
     plots.plot_sensitivity(
@@ -91,6 +101,27 @@ def compare(config: Config) -> None:
     print(f"\n{table}\n")
     print_edges(summary)
     print(f"figure and records in {out}")
+
+
+_OF_ONE_ROW = {"optimizer_settings", "checkpoint"}
+_DIFFERING = _OF_ONE_ROW | {"optimizer", "learning_rate", "from_adam"}  # from run to run
+
+
+def _summary_in(out: pathlib.Path, task: str, shared: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a task that are there, by label.
+
+    Raises:
+      UsageError: They are of other data or settings, or damaged.
+    """
+    found = read_records(out).get(task, {"of": shared, "summary": {}})
+    differing = [k for k in shared if found["of"].get(k) != as_in_json(shared[k])]
+    if differing:
+        key = differing[0]
+        raise UsageError(
+            f"--out {out}: its {task}.json is of {key} {quoted(found['of'].get(key))}, this of"
+            f" {quoted(shared[key])}; give another folder"
+        )
+    return found["summary"]
 
 
 def _tuned(config: Config, prepared: Prepared) -> dict[str, Any]:
@@ -115,8 +146,9 @@ def read_records(out: pathlib.Path) -> dict[str, dict[str, Any]]:
         if file.exists():
             try:
                 record = json.loads(file.read_text())
-                found[task] = {"of": record["of"], "summary": record["summary"]}
-            except (ValueError, KeyError, TypeError):
+                found[task] = {"of": dict(record["of"]), "summary": dict(record["summary"])}
+                results_table({task: found[task]["summary"]})
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise UsageError(f"{file}: not the record of a comparison") from None
     return found
 

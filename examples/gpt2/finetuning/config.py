@@ -22,14 +22,15 @@ class Config:
     """Folder with the task's official files: train.tsv, dev.tsv (of MNLI dev_matched.tsv) and, if
     predictions are wanted, test.tsv; of SQuAD train-v1.1.json and dev-v1.1.json."""
     examples: int | None = None
-    """How many of the task's training examples are learnt from, the first ones; by default all."""
+    """How many of the task's training examples, of SQuAD questions, are learnt from: the first
+    ones; by default all."""
     optimizer: optimizers.Name = "adapprox"
     """What trains it."""
 
     epochs: int = 3
     """Times that the examples are seen, but for what is left over from whole batches."""
     batch_size: int = 32
-    """Examples in an update."""
+    """Examples in an update; of SQuAD windows of its contexts."""
     accumulate: int = 1
     """Parts that a batch is worked on in, one after the other, to save memory."""
     learning_rate: float = 1e-4
@@ -77,6 +78,7 @@ class Config:
 # What a run does, as opposed to where it is kept and what it is part of.
 _NOT_SETTINGS = {
     *("checkpoint", "data", "out", "cache", "resume", "checkpoint_every"),
+    "examples",  # those that are left are in the digest of the data
     *("compare", "seeds", "learning_rates"),
     *("hyper", "adapprox"),  # what becomes of them is in the optimizer's settings
 }
@@ -90,8 +92,14 @@ def settings(config: Config, of_files: dict[str, str]) -> dict[str, Any]:
       of_files: A digest of the checkpoint and one of the data.
     """
     kept = {k: v for k, v in dataclasses.asdict(config).items() if k not in _NOT_SETTINGS}
+    kept["from_adam"] = begins_with_adam(config)
     optimizer = optimizers.settings(config.optimizer, config.hyper, config.adapprox)
     return {**kept, "optimizer_settings": optimizer, **of_files}
+
+
+def begins_with_adam(config: Config) -> bool:
+    """Whether the run's optimizer is given AdamW's state."""
+    return config.from_adam and config.optimizer.startswith("adapprox")
 
 
 def check(config: Config) -> None:
@@ -100,6 +108,8 @@ def check(config: Config) -> None:
     check_numbers(config, (*positive, "checkpoint_every", "seeds"), ("seed",))
     if not 0 <= config.warmup < 1:
         raise UsageError(f"--warmup is {config.warmup}, and must be in [0, 1)")
+    if config.out is not None and config.out.resolve() == config.checkpoint.resolve():
+        raise UsageError(f"--out {config.out}: has the checkpoint; give another folder")
     names = config.compare or (config.optimizer,)
     for name in names:
         try:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
 from examples.gpt2.data import DataError
+from examples.gpt2.records import quoted, write_whole
 
 Split: TypeAlias = Literal["train", "validation", "test"]
 Column: TypeAlias = str | int  # by its name in the header, or where there is none by its place
@@ -117,7 +118,7 @@ def read_examples(folder: pathlib.Path, name: str, split: Split) -> list[Example
         places = {column: i for i, column in enumerate(names)}
         for column in (*table.sentences, *([] if table.label is None else [table.label])):
             if column not in places:
-                found = ", ".join(names)
+                found = quoted("\t".join(names))
                 raise DataError(f"{file}, line 1: has no column {column!r}, only {found}")
     else:
         places, names = {i: i for i in range(4)}, ["", "", "", ""]
@@ -134,7 +135,8 @@ def read_examples(folder: pathlib.Path, name: str, split: Split) -> list[Example
                 continue
             if spelt not in task.labels:
                 allowed = ", ".join(task.labels)
-                raise DataError(f"{file}, line {number}: label is {spelt!r}; allowed: {allowed}")
+                given = quoted(spelt)
+                raise DataError(f"{file}, line {number}: label is {given}; allowed: {allowed}")
             label = task.labels.index(spelt)
         # Some of the official files have a blank before the tab, others have not.
         sentences = tuple(fields[places[column]].strip() for column in table.sentences)
@@ -169,7 +171,7 @@ def write_submission(
     task = TASKS[name]
     rows = [f"{e.index}\t{task.labels[p]}\n" for e, p in zip(examples, predicted, strict=True)]
     file = folder / task.submission
-    file.write_text("index\tprediction\n" + "".join(rows), encoding="utf-8")
+    write_whole(file, "index\tprediction\n" + "".join(rows))
     return file
 
 

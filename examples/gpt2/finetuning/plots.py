@@ -24,6 +24,7 @@ def plot_sensitivity(
         if points:
             axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel="peak learning rate", ylabel=label, xscale="log")
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=120)

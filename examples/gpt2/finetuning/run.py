@@ -24,10 +24,18 @@ from tqdm import tqdm
 import adapprox_jax
 from examples.gpt2 import checkpoints, optimizers
 from examples.gpt2.config import UsageError
-from examples.gpt2.finetuning.config import Config, check, settings
+from examples.gpt2.finetuning.config import Config, begins_with_adam, check, settings
 from examples.gpt2.finetuning.heads import Batch, WithHead
-from examples.gpt2.finetuning.tasks import LENGTHS, SHORTEST, Predictions, Task, load_task
+from examples.gpt2.finetuning.tasks import (
+    LENGTHS,
+    METRICS,
+    SHORTEST,
+    Predictions,
+    Task,
+    load_task,
+)
 from examples.gpt2.folder import run_folder
+from examples.gpt2.hugging_face import CheckpointError
 from examples.gpt2.loop import Actions, Plan, loop
 from examples.gpt2.metrics import MIB, Metrics, describe, memory
 from examples.gpt2.pretrained import AdamMoments, read_pretrained
@@ -123,7 +131,7 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
             "adamw_state_mib": adapprox_jax.state_nbytes(optax.adamw(1.0), params) / MIB,
         }
         print(f"{config.task}, {config.optimizer}: {describe(sizes)}")
-        print(f"{examples} examples, {steps} updates", flush=True)
+        print(f"{task.contents}, {steps} updates", flush=True)
         # Copies: a step is given its arrays for good, and the next run begins with the same model.
         params = jax.tree.map(jnp.array, params)
         opt_state = _first_state(config, tx, params, prepared.adam)
@@ -143,7 +151,7 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
 
         batches = opened(_batches(task.train, config.batch_size, config.seed))
         manager = stack.enter_context(checkpoints.open_checkpoints(out)) if keep else None
-        best = opened(_open_best(out)) if keep else None
+        best = opened(_open_best(out, task.metric)) if keep else None
         start = 0
         if config.resume:
             start, state = checkpoints.restore(manager, state, batches, used)
@@ -157,7 +165,7 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
             tqdm.write(f"step {step}: {words}")
             if best is not None and best.latest_step() != step:
                 arguments = ocp.args.StandardSave(state.params)
-                best.save(step, args=arguments, metrics={"score": scores[task.metric]})
+                best.save(step, args=arguments, metrics=scores)
 
         def save(step: int, state: TrainState) -> None:
             if keep:
@@ -174,22 +182,21 @@ def run(config: Config, prepared: Prepared | None = None, *, keep: bool = True) 
         )
         state = loop(plan, state, start, batches, rate, metrics, actions)
         rows = [row for row in metrics.rows if f"validation_{task.metric}" in row]
-        # The later of equals, as the folder of the best keeps it.
-        top = max(rows, key=lambda row: (row[f"validation_{task.metric}"], row["step"]))
-        scores = {
-            name.removeprefix("validation_"): value
-            for name, value in top.items()
-            if name.startswith("validation_")
-        }
-        if best is not None:
-            shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, state.params)
-            chosen = best.restore(best.best_step(), args=ocp.args.StandardRestore(shapes))
+        if best is None:
+            # The later of equals, as the folder of the best keeps it.
+            top = max(rows, key=lambda row: (row[f"validation_{task.metric}"], row["step"]))
+            at, scores = (
+                top["step"],
+                {name: top[f"validation_{name}"] for name in METRICS[config.task]},
+            )
+        else:
+            at, scores, chosen = _restored(best, out, state.params)
             for split in filter(None, (task.validation, task.test)):
                 folder = out / ("validation" if split is task.validation else "test")
                 folder.mkdir(exist_ok=True)
                 print(f"predictions in {split.write(predict(chosen, split), folder)}")
     words = ", ".join(f"{name} {value:.2f}" for name, value in scores.items())
-    print(f"best after step {top['step']}: {words}; all in {out}")
+    print(f"best after step {at}: {words}; all in {out}")
     curve = [(row["step"], row[f"validation_{task.metric}"]) for row in rows]
     return Result(used, scores, curve, memory(state))
 
@@ -198,7 +205,7 @@ def _first_state(
     config: Config, tx: optax.GradientTransformation, params: Any, adam: AdamMoments | None
 ) -> Any:
     """The optimizer's state before the first step: a fresh one, or AdamW's converted."""
-    if adam is None or not config.optimizer.startswith("adapprox"):
+    if adam is None or not begins_with_adam(config):
         return jax.jit(tx.init)(params)
     head = jax.tree.map(np.zeros_like, params["head"])  # which AdamW did not know
     of_model = adam.state
@@ -260,15 +267,31 @@ def _batches(train: Batch, batch_size: int, seed: int) -> grain.DatasetIterator[
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def _open_best(out: pathlib.Path) -> ocp.CheckpointManager:
-    """The parameters with the best score so far, and no others."""
+def _open_best(out: pathlib.Path, metric: str) -> ocp.CheckpointManager:
+    """The parameters with the best score so far, and no others, with their scores."""
     options = ocp.CheckpointManagerOptions(
         max_to_keep=1,
-        best_fn=lambda metrics: metrics["score"],
+        best_fn=lambda scores: scores[metric],
         best_mode="max",
         enable_async_checkpointing=False,
     )
     return ocp.CheckpointManager((out / "best").absolute(), options=options)
+
+
+def _restored(
+    best: ocp.CheckpointManager, out: pathlib.Path, like: Any
+) -> tuple[int, dict[str, float], Any]:
+    """Step, scores and parameters of the best epoch."""
+    shapes = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
+    try:
+        step = best.best_step()
+        if step is None:
+            raise ValueError("it is empty")
+        params = best.restore(step, args=ocp.args.StandardRestore(shapes))
+        return step, dict(best.metrics(step)), params
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CheckpointError(f"{out / 'best'}: cannot be read: {reason}") from None
 
 
 def schedules_at_zero(opt_state: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from examples.gpt2.data import DataError
-from examples.gpt2.records import read_json
+from examples.gpt2.records import quoted, read_json
 from examples.gpt2.tokens import Tokenizer
 
 METRICS = ("f1", "exact_match")
@@ -70,7 +70,7 @@ def read_questions(file: pathlib.Path) -> list[Question]:
     ids = collections.Counter(question.id for question in questions)
     [(most, times)] = ids.most_common(1)
     if times > 1:
-        raise DataError(f"{file}: {times} questions have the id {most!r}")
+        raise DataError(f"{file}: {times} questions have the id {quoted(most)}")
     if all(answer.start is None for question in questions for answer in question.answers):
         raise DataError(f"{file}: no answer stands at the place of the context that it names")
     return questions
@@ -100,6 +100,13 @@ def _entry(file: pathlib.Path, where: str, of: Any, key: str, kind: type) -> Any
     if not isinstance(of[key], kind):
         given = type(of[key]).__name__
         raise DataError(f"{file}: {where}.{key} is {given}; allowed: {kind.__name__}")
+    if kind is str:
+        try:
+            of[key].encode()
+        except UnicodeEncodeError:
+            raise DataError(
+                f"{file}: {where}.{key} has half of a surrogate pair, which is no character"
+            ) from None
     return of[key]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from examples.gpt2.data import DataError
 from examples.gpt2.finetuning import glue, squad
 from examples.gpt2.finetuning.heads import Batch, WithHead, class_loss, padded, span_loss
+from examples.gpt2.records import write_whole
 from examples.gpt2.tokens import Tokenizer
 
 Name: TypeAlias = Literal["cola", "sst2", "mrpc", "mnli", "squad"]
@@ -38,6 +39,7 @@ class Task:
     """A task with its data."""
 
     outputs: int  # of the head
+    contents: str  # how much there is to learn from, in words
     metric: str  # by which checkpoints are compared, in percent
     train: Batch
     validation: Predictions
@@ -90,8 +92,7 @@ def load_task(
             batch["label"] = np.array([e.label for e in examples], np.int32)
         return batch
 
-    def predictions(split: glue.Split) -> Predictions:
-        examples = glue.read_examples(folder, name, split)
+    def predictions(examples: Sequence[glue.Example]) -> Predictions:
         labels = [e.label for e in examples if e.label is not None]
         return Predictions(
             batch_of(examples),
@@ -99,14 +100,19 @@ def load_task(
             lambda logits, out: glue.write_submission(out, name, examples, logits.argmax(-1)),
         )
 
-    has_test = (folder / task.tables["test"].file).exists()
+    train = glue.read_examples(folder, name, "train")[:examples]
+    validation = glue.read_examples(folder, name, "validation")
+    test = None
+    if (folder / task.tables["test"].file).exists():
+        test = predictions(glue.read_examples(folder, name, "test"))
     return Task(
         outputs=len(task.labels),
+        contents=f"{len(train)} examples",
         metric=METRICS[name][0],
-        train=batch_of(glue.read_examples(folder, name, "train")[:examples]),
-        validation=predictions("validation"),
-        test=predictions("test") if has_test else None,
-        digest=_digest(glue.read_examples(folder, name, "validation")),
+        train=batch_of(train),
+        validation=predictions(validation),
+        test=test,
+        digest=_digest(validation),
         loss=class_loss,
         logits=WithHead.classes,
     )
@@ -141,8 +147,8 @@ def _load_squad(
             "target": np.array([w.target for w in windows], np.int32),
         }
 
-    _, windows = read("train", examples)
-    train = batch_of(windows)
+    questions, windows = read("train", examples)
+    train, contents = batch_of(windows), f"{len(questions)} questions in {len(windows)} windows"
     questions, windows = read("validation")
 
     def answers(logits: np.ndarray) -> dict[str, str]:
@@ -150,11 +156,12 @@ def _load_squad(
 
     def write(logits: np.ndarray, out: pathlib.Path) -> pathlib.Path:
         file = out / "predictions.json"
-        file.write_text(json.dumps(answers(logits), ensure_ascii=False) + "\n", encoding="utf-8")
+        write_whole(file, json.dumps(answers(logits), ensure_ascii=False) + "\n")
         return file
 
     return Task(
         outputs=2,
+        contents=contents,
         metric=METRICS["squad"][0],
         train=train,
         validation=Predictions(
