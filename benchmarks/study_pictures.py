@@ -3,7 +3,7 @@
 import math
 import pathlib
 import statistics
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,27 +11,65 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.loss_entries import GROUPS
-from benchmarks.study_results import TEXTS, Results, Summary, columns_of
+from benchmarks.study_results import FIRST, TEXTS, Results, Summary, columns_of
 
 
 def draw_bytes(results: Results, path: pathlib.Path) -> None:
-    """Draws loss against bytes of state per parameter, a text an axes."""
-    figure, all_axes = _figure_of_texts(results)
+    """Draws loss against bytes of state per parameter, every point with its name, a text an axes.
+
+    What is far above all others stands at the upper edge, with its loss.
+    """
+    figure, all_axes = _figure_of_texts(results, width=9, margin=0)
     for text, axes in all_axes.items():
-        for one, style in _drawn(results, text):
-            if math.isfinite(one.mean):
-                axes.errorbar(one.bytes_a_parameter, one.mean, one.error, capsize=2, **style)
-        axes.set(xlabel="bytes of optimizer state per parameter", title=text)
+        drawn = [(one, style) for one, style in _drawn(results, text) if math.isfinite(one.mean)]
+        top = sorted(one.mean for one, _ in drawn)[-1 - len(drawn) // 10] + 0.05
+        labels = []
+        for one, style in drawn:
+            name, is_above = style.pop("label"), one.mean > top
+            at = min(one.mean, top)
+            error = None if is_above else one.error
+            axes.errorbar(one.bytes_a_parameter, at, error, capsize=2, **style)
+            words = f"{name}: {one.mean:.2f}" if is_above else name
+            labels.append((one.bytes_a_parameter, at, words, style["color"]))
+        axes.set(xlabel="bytes of optimizer state per parameter", title=text, xlim=(0.2, 64))
         axes.set_xscale("log", base=2)
-        axes.set_xticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+        low = min(one.mean for one, _ in drawn)
+        axes.set_ylim(low - 0.1 * (top - low), top + 0.06 * (top - low))
+        _name(axes, labels, (top - low) / 32)
     _finish(figure, all_axes, path)
+
+
+def _name(axes: Axes, labels: list[tuple[float, float, str, str]], line: float) -> None:
+    """Writes names (x, y, words, colour) to the right of their points, none over another.
+
+    `line` is the height of one in units of y; the horizontal axis is logarithmic.
+    """
+    points = [(math.log2(x), y) for x, y, _, _ in labels]
+    taken: list[tuple[float, float, float]] = [(x - 0.1, x + 0.1, y) for x, y in points]
+    for x, y, words, color in sorted(labels, key=lambda label: label[1]):
+        left = math.log2(x) + 0.18
+        right = left + 0.058 * len(words)
+        steps = (sign * step for step in range(99) for sign in (1, -1))
+        at = next(
+            y + step * line / 2
+            for step in steps
+            if not any(
+                left < end and begin < right and abs(y + step * line / 2 - other) < 0.9 * line
+                for begin, end, other in taken
+            )
+        )
+        taken.append((left, right, at))
+        arrow = {"arrowstyle": "-", "color": color, "linewidth": 0.4, "alpha": 0.6}
+        place = {"color": color, "fontsize": 7, "va": "center", "arrowprops": arrow}
+        axes.annotate(words, (x, y), (2**left, at), **place)
 
 
 def draw_curves(results: Results, path: pathlib.Path) -> None:
     """Draws loss, and perplexity on the right, against the step, a text an axes."""
     figure, all_axes = _figure_of_texts(results)
     for text, axes in all_axes.items():
-        for one, style in _drawn(results, text):
+        for one, style in _drawn(results, text, FIRST):
             curves = [curve for curve in one.curves if curve]
             if curves:
                 steps = [step for step, _ in curves[0]]
@@ -47,7 +85,7 @@ def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
     """Draws loss against the peak rate over the best one, first seeds, a text an axes."""
     figure, all_axes = _figure_of_texts(results)
     for text, axes in all_axes.items():
-        for one, style in _drawn(results, text):
+        for one, style in _drawn(results, text, FIRST):
             tried = {r / one.rate: x for r, x in one.grid.items() if math.isfinite(x)}
             axes.plot(list(tried), list(tried.values()), markersize=4, **style)
         axes.set(xlabel="peak rate / best peak rate", title=text)
@@ -55,29 +93,37 @@ def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
     _finish(figure, all_axes, path)
 
 
-def _figure_of_texts(results: Results) -> tuple[Figure, dict[str, Axes]]:
+def _figure_of_texts(
+    results: Results, width: float = 6, margin: float = 4
+) -> tuple[Figure, dict[str, Axes]]:
     texts = [text for text in TEXTS if any(where == text for where, _ in results)]
-    figure = Figure(figsize=(6 * len(texts) + 4, 5))
+    figure = Figure(figsize=(width * len(texts) + margin, 6))
     axes = {text: figure.add_subplot(1, len(texts), place) for place, text in enumerate(texts, 1)}
     return figure, axes
 
 
-def _drawn(results: Results, text: str) -> Iterator[tuple[Summary, dict[str, Any]]]:
+def _drawn(
+    results: Results, text: str, labels: Collection[str] | None = None
+) -> Iterator[tuple[Summary, dict[str, Any]]]:
     """What is known on a text: ours as circles, opponents as squares, the second ten empty."""
     for group, marker, line in (("ours", "o", "-"), ("opponents", "s", "--")):
         for number, label in enumerate(GROUPS[group]):
-            if (text, label) in results:
+            if (text, label) in results and (labels is None or label in labels):
                 fill = "full" if number < 10 else "none"
                 style = {"marker": marker, "linestyle": line, "fillstyle": fill}
                 yield results[text, label], {**style, "color": f"C{number % 10}", "label": label}
 
 
 def _finish(figure: Figure, all_axes: dict[str, Axes], path: pathlib.Path) -> None:
+    handles = {}
     for axes in all_axes.values():
         axes.grid(alpha=0.3)
+        handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     first, *_, last = [*all_axes.values(), *all_axes.values()]
     first.set_ylabel("validation loss (nats per token)")
-    last.legend(loc="center left", bbox_to_anchor=(1.15, 0.5), fontsize="small")
+    if handles:
+        place = {"loc": "center left", "bbox_to_anchor": (1.15, 0.5), "fontsize": "small"}
+        last.legend(handles.values(), handles.keys(), **place)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

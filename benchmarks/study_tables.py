@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.loss_entries import GROUPS
 from benchmarks.study_results import (
+    FIRST,
     TEXTS,
     Results,
     Summary,
@@ -38,7 +39,7 @@ def measured_table(results: Results) -> str:
     """The few that a reader looks for first, on code."""
     titles = ["", "bytes per parameter", "loss", "less the best AdamW's", "seeds", "peak rate"]
     rows = []
-    for label in _FIRST:
+    for label in FIRST:
         if ("code", label) in results:
             size = results["code", label].bytes_a_parameter
             rows.append([label, f"{size:.2f}", *_outcome(results, "code", label)])
@@ -53,14 +54,6 @@ def _outcome(results: Results, text: str, label: str) -> list[str]:
         mean, error, _ = difference(one, results[text, adamw])
         less = "" if math.isnan(mean) else _with_error(f"{mean:+.4f}", error)
     return [_with_error(_loss(one), one.error), less, str(len(one.losses)), f"{one.rate:g}"]
-
-
-_FIRST = (
-    *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
-    *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped", "AdamW in 8 bits, b2 0.95, clipped"),
-    *("Adafactor", "Muon", "AdaMuon"),
-    *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
-)
 
 
 def controls_table(results: Results) -> str:
