@@ -34,6 +34,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
     "loss_against_bytes.png": study_pictures.draw_bytes,
     "curves.png": study_pictures.draw_curves,
+    "curves_by_time.png": study_pictures.draw_times,
     "sensitivity.png": study_pictures.draw_sensitivity,
 }
 

@@ -1,5 +1,6 @@
 """The results of `loss_study` as pictures."""
 
+import json
 import math
 import pathlib
 import statistics
@@ -79,6 +80,34 @@ def draw_curves(results: Results, path: pathlib.Path) -> None:
         perplexity = axes.secondary_yaxis("right", functions=(np.exp, _log))
         perplexity.set_ylabel("perplexity")
     _finish(figure, all_axes, path)
+
+
+def draw_times(results: Results, path: pathlib.Path) -> None:
+    """Draws loss on code against time, in steps of AdamW: steps times what one takes over its."""
+    record = json.loads(TIMES.read_text()) if TIMES.exists() else {"records": {"tiny": {}}}
+    seconds = {name: row["seconds"] for name, row in record["records"]["tiny"].items()}
+    figure, all_axes = _figure_of_texts({k: v for k, v in results.items() if k[0] == "code"})
+    for text, axes in all_axes.items():
+        for one, style in _drawn(results, text, TIMED):
+            name, curves = TIMED[style["label"]], [curve for curve in one.curves if curve]
+            if curves and name in seconds:
+                times = [step * seconds[name] / seconds["adamw"] for step, _ in curves[0]]
+                means = [statistics.mean(values) for values in columns_of(curves)]
+                axes.plot(times, means, markersize=4, **style)
+        axes.set(xlabel="time, in steps of AdamW", title=text)
+    _finish(figure, all_axes, path)
+
+
+TIMES = pathlib.Path(__file__).parents[1] / "results" / "speed" / "training_step_16_tiny_cpu.json"
+TIMED = {  # the names that `update_speed` has for them
+    "adapprox": "adapprox",
+    "adapprox, 8 bits": "adapprox 8 bits",
+    "adapprox_muon": "adapprox_muon",
+    "adapprox_muon, 4 bits": "adapprox_muon 4 bits",
+    "AdamW, b2 0.999, clipped": "adamw",
+    "Adafactor": "adafactor",
+    "Muon": "muon",
+}
 
 
 def draw_sensitivity(results: Results, path: pathlib.Path) -> None:

@@ -77,12 +77,13 @@ def update_runner(name: str, model: str, params: Any, grads: Any, in_place: bool
     return compiled_runner(name, model, tx, params, step, carry, (grads, params))
 
 
-def training_runner(name: str, model: str, batch: int) -> Runner:
-    """The whole training step in bfloat16: forward, backward, update, with everything donated."""
+def training_runner(name: str, model: str, batch: int, dtype: str) -> Runner:
+    """The whole training step: forward, backward, update, with everything donated."""
     tx = CONTENDERS[name]()
-    config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
+    config = dataclasses.replace(CONFIGS[model], dtype=dtype)
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
-    tokens = jax.random.randint(jax.random.key(0), (batch, config.context + 1), 0, 50257)
+    shape = (batch, config.context + 1)
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocabulary)
 
     def step(carry: Any, tokens: jax.Array) -> Any:
         params, state = carry
@@ -171,6 +172,7 @@ def main(
     in_place: bool = False,
     training_step: bool = False,
     batch: int = 32,
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
     patience: float = 60.0,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
@@ -182,8 +184,9 @@ def main(
       cycles: Cycles of which the median is taken, after one that is not counted.
       steps: Steps of a cycle: at least `rank_interval`.
       in_place: Let the updates take the place of the last ones, and not that of new memory.
-      training_step: Time the whole training step in bfloat16, and not the update alone.
+      training_step: Time the whole training step, and not the update alone.
       batch: Sequences of the training step.
+      dtype: What its layers compute in.
       patience: Seconds a cycle may take; slower contenders are measured by one step.
       output: Where the JSON goes; the PNG lies beside it.
     """
@@ -197,7 +200,7 @@ def main(
     runners = []
     for model in models:
         if training_step:
-            runners += [training_runner(name, model, batch) for name in names]
+            runners += [training_runner(name, model, batch, dtype) for name in names]
         else:
             shapes = parameter_shapes(model)
             params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
@@ -211,6 +214,7 @@ def main(
             over[models[0]] = by_name[models[0], runner.name]
         for what, base in over.items():
             runner.record[f"over_{what}"] = ratio(runner, base)
+    of_training = ["--training-step", "--batch", str(batch), "--dtype", dtype]
     what = f"training_step_{batch}" if training_step else "update_speed"
     what += "_in_place" if in_place else ""
     result = {
@@ -218,7 +222,7 @@ def main(
             ["python", "-m", "benchmarks.update_speed", "--models", *models]
             + ["--contenders", *names, "--cycles", str(cycles), "--steps", str(steps)]
             + (["--in-place"] if in_place else [])
-            + (["--training-step", "--batch", str(batch)] if training_step else [])
+            + (of_training if training_step else [])
             + ["--patience", str(patience)]
         ),
         "device": device,
