@@ -51,12 +51,12 @@ def compare(config: Config) -> None:
     before = _summary_in(out, config.task, shared)
     new_folder(out)
 
-    def result(label: str, one: Config, rate: float, seed: int) -> dict[str, Any]:
-        label = f"{config.task}-{label.replace(', ', '-')}-{rate:g}-seed{seed}"
-        one = dataclasses.replace(one, learning_rate=rate, seed=seed, out=out / label)
-        words = f"{config.task}, {label}, peak rate {rate:g}, seed {seed}"
+    def result(of: Config, rate: float, seed: int) -> dict[str, Any]:
+        start = "-from-adam" if begins_with_adam(of) else ""
+        label = f"{of.task}-{of.optimizer}{start}-{rate:g}-seed{seed}"
+        one = dataclasses.replace(of, learning_rate=rate, seed=seed, out=out / label)
         return recorded(
-            out / "results.jsonl", settings_of(one), words, lambda: _tuned(one, prepared)
+            out / "results.jsonl", settings_of(one), label, lambda: _tuned(one, prepared)
         )
 
     def score_of(row: dict[str, Any]) -> float:
@@ -64,9 +64,9 @@ def compare(config: Config) -> None:
 
     summary = {}
     for name in dict.fromkeys(config.compare):
-        one = dataclasses.replace(config, optimizer=name, compare=())
-        label = f"{name}, AdamW's state" if begins_with_adam(one) else name
-        used = {k: v for k, v in settings_of(one).items() if k in _OF_ONE_ROW}
+        of = dataclasses.replace(config, optimizer=name, compare=())
+        label = f"{name}, AdamW's state" if begins_with_adam(of) else name
+        used = {k: v for k, v in settings_of(of).items() if k in _OF_ONE_ROW}
         known = before.get(label, {**as_in_json(used), "grid": {}, "scores": []})
         if any(known.get(k) != as_in_json(v) for k, v in used.items()):
             given = f"has {label} with other settings or of another checkpoint"
@@ -74,7 +74,7 @@ def compare(config: Config) -> None:
         rates = {*map(float, known["grid"]), *(config.learning_rates or (config.learning_rate,))}
         seeds = max(config.seeds, len(known["scores"]))
         runs = runs_of(
-            functools.partial(result, label, one),
+            functools.partial(result, of),
             sorted(rates),
             range(config.seed, config.seed + seeds),
             score_of,
