@@ -24,6 +24,7 @@ import tyro
 from benchmarks.loss_entries import GROUPS, Entry
 from benchmarks.update_speed import file_name
 from examples.gpt2 import plots, records
+from examples.gpt2.checkpoints import any_saved
 from examples.gpt2.command import exit_code
 from examples.gpt2.config import PRESETS, Config
 from examples.gpt2.run import run
@@ -153,8 +154,7 @@ def main(
         if only not in LABELS:
             raise SystemExit(f"--only is {only!r}; allowed: {', '.join(LABELS)}.")
         config = config_of(only, scale)
-        saved = any(path.name.isdecimal() for path in (config.out / "checkpoints").glob("*"))
-        config = dataclasses.replace(config, resume=saved)
+        config = dataclasses.replace(config, resume=any_saved(config.out))
         raise SystemExit(exit_code(lambda: run(config), "the same command"))
     end = time.monotonic() + 60 * minutes
     write_text(scale.folder, scale.mebibytes)

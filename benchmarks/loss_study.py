@@ -2,14 +2,19 @@
 
 The best peak rate of each entry of `loss_entries` is looked for with the first seed, by factors of
 two, until it has a worse one on either side; then the other seeds run at it. A finished run is a
-line of `results/loss/study.jsonl` and is never done again, so that the command can be stopped and
-goes on; several can share the work. `python -m benchmarks.report` makes the page.
+line of `results/loss/study.jsonl` and is never done again. The command can be stopped: a run then
+saves a checkpoint, from which the same command goes on. Several can share the work.
+`python -m benchmarks.report` makes the page.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
+import os
 import pathlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,13 +23,17 @@ import tyro
 from tqdm import tqdm
 
 from benchmarks.loss_entries import GROUPS, GROUPS_OF, SETTINGS, TUNED_IN, Entry
-from examples.gpt2 import rate_grid, records
+from examples.gpt2 import rate_grid
+from examples.gpt2.command import exit_code
 from examples.gpt2.compare import loss_of, trained
 from examples.gpt2.config import Config, load_data, resolve, settings
+from examples.gpt2.loop import Terminated
 from examples.gpt2.metrics import DivergedError
 from examples.gpt2.run import run
 
 STUDY = pathlib.Path(__file__).parents[1] / "results" / "loss" / "study.jsonl"
+
+_CHECKPOINT_EVERY = 500  # steps; an interruption saves one in any case
 
 Lookup = Callable[[float, int], dict[str, Any] | None]  # of a peak rate and a seed: the record
 
@@ -73,6 +82,7 @@ def config_of(entry: Entry, setting: str, rate: float, seed: int) -> Config:
         hyper=entry.hyper,
         adapprox=entry.options,
         out=pathlib.Path("runs/study") / name,
+        checkpoint_every=_CHECKPOINT_EVERY,
         **SETTINGS[setting],
     )
 
@@ -139,7 +149,7 @@ def main(
       groups: Of `loss_entries`.
       where: Settings of `loss_entries`.
       labels: Of entries in these groups; none for all.
-      minutes: No run begins after so many.
+      minutes: In all; then the run at work saves and ends.
       part: Which part of the entries is worked on, from 0.
       parts: Into how many they are divided: one for each process.
     """
@@ -154,7 +164,31 @@ def main(
             raise SystemExit(f"{name} has {unknown}; allowed: {'; '.join(allowed)}.")
     if not 0 <= part < parts:
         raise SystemExit(f"part is {part}; allowed: from 0 to parts - 1 = {parts - 1}.")
+    chosen = list(entries(groups, where, labels))[part::parts]
     end = time.monotonic() + 60 * minutes
+    with _terminated_after(60 * minutes):
+        code = exit_code(lambda: _train(chosen, end), "the same command")
+    if code:
+        raise SystemExit(code)
+
+
+@contextlib.contextmanager
+def _terminated_after(seconds: float) -> Iterator[None]:
+    """Within, this process gets a SIGTERM when the time is up, at which a run saves."""
+    if math.isinf(seconds):
+        yield
+        return
+    alarm = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
+    if seconds > 0:
+        alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
+
+
+def _train(chosen: list[tuple[str, str, Entry]], end: float) -> None:
+    """Trains what is missing of settings, labels and entries; no run begins after `end`."""
     keys = {setting: load_data(resolve(Config(**SETTINGS[setting]))).key for setting in SETTINGS}
 
     def made(entry: Entry, setting: str) -> Lookup:
@@ -163,10 +197,10 @@ def main(
         def result(rate: float, seed: int) -> dict[str, Any] | None:
             config = config_of(entry, setting, rate, seed)
             used = settings(resolve(config), keys[setting])
-            if time.monotonic() >= end:
-                return rate_grid.find(records.read(STUDY), used)
 
             def make() -> dict[str, Any]:
+                if time.monotonic() >= end:
+                    raise Terminated("the time is up")
                 return {"setting": setting, **trained(config, run, DivergedError)}
 
             words = f"{setting}, {entry.optimizer}, peak rate {rate:g}, seed {seed}"
@@ -174,7 +208,6 @@ def main(
 
         return result
 
-    chosen = list(entries(groups, where, labels))[part::parts]
     with tqdm(chosen, unit="entry", disable=None) as bar:
         for setting, label, entry in bar:
             bar.set_description(f"{label}, {setting}")

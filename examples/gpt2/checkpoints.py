@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import pathlib
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,6 +45,17 @@ def open_checkpoints(out: pathlib.Path) -> Iterator[ocp.CheckpointManager]:
         yield checkpoints
         with _in_one_line(checkpoints, "the last checkpoint"):
             seal(checkpoints)
+
+
+def any_saved(out: pathlib.Path) -> bool:
+    """Whether the folder of a run holds a checkpoint."""
+    return any(path.name.isdecimal() for path in (out / "checkpoints").glob("*"))
+
+
+def discard(out: pathlib.Path) -> None:
+    """Removes the checkpoints of a run."""
+    if is_first():
+        shutil.rmtree(out / "checkpoints", ignore_errors=True)
 
 
 @contextlib.contextmanager

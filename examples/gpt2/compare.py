@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from examples.gpt2 import plots, records
+from examples.gpt2.checkpoints import any_saved
 from examples.gpt2.config import Config, load_data, resolve, settings
 from examples.gpt2.rate_grid import (
     cell,
@@ -108,16 +109,28 @@ def loss_of(row: dict[str, Any]) -> float:
 
 
 def trained(config: Config, run: Callable[..., Any], diverged: type[Exception]) -> dict[str, Any]:
-    """Trains one model, and returns what is recorded of it.
+    """Trains one model, on from where it was interrupted if it was; returns what is recorded.
 
     Args:
       config: The settings.
       run: Trains it.
       diverged: What `run` raises when the loss is not finite.
     """
+    config = dataclasses.replace(config, resume=_is_interrupted(config))
     try:
         result: dict[str, Any] = run(config, keep=False)._asdict()
     except diverged as error:
         print(f"diverged: {error}")
         return {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
     return result
+
+
+def _is_interrupted(config: Config) -> bool:
+    """Whether the folder of a run holds a checkpoint of one with these very settings."""
+    resolved = resolve(config)
+    try:
+        before = json.loads((resolved.out / "settings.json").read_text())
+    except (OSError, ValueError):
+        return False
+    used = settings(resolved, load_data(resolved).key)
+    return any_saved(resolved.out) and before == json.loads(json.dumps(used))

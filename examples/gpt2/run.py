@@ -33,7 +33,7 @@ from examples.gpt2.config import (
 )
 from examples.gpt2.folder import run_folder, write_settings
 from examples.gpt2.loop import Actions, Plan, loop
-from examples.gpt2.metrics import MIB, Metrics, describe, memory, validate
+from examples.gpt2.metrics import MIB, DivergedError, Metrics, describe, memory, validate
 from examples.gpt2.processes import by_first, from_first, is_first, require_alike
 from examples.gpt2.step import TrainState, evaluation, token_loss, train_step
 
@@ -45,7 +45,8 @@ class Result(NamedTuple):
     validation_loss: float
     curve: list[tuple[int, float]]  # (step, validation loss)
     memory: dict[str, float]
-    seconds: float  # of the training loop, validations and compilation included
+    seconds: float  # of the training loop, validations and compilation included; of a run that was
+    # interrupted the steps alone up to there
 
 
 def run(
@@ -58,7 +59,8 @@ def run(
 
     Args:
       config: The settings; what they leave to the presets is filled in here.
-      keep: Whether to save checkpoints, a figure and a sample; metrics are written in any case.
+      keep: Whether to leave checkpoints, a figure and a sample. If not, there are checkpoints only
+        while it is interrupted, and only metrics are left of a run that came to its end.
       build: Makes the optimizer, as `optimizers.build` does.
 
     Returns:
@@ -81,6 +83,8 @@ def run(
         config.learning_rate, config.min_learning_rate, config.warmup, config.steps
     )
     with contextlib.ExitStack() as stack:
+        if not keep:
+            stack.push(lambda kind, *_: _discard_at_its_end(config, kind))
         devices = mesh.make_mesh(config)
         if devices is not None:
             stack.enter_context(jax.set_mesh(devices))
@@ -105,7 +109,7 @@ def run(
         batches = opened(
             training_batches(data.train, config.context, config.batch_size, config.seed, share)
         )
-        manager = stack.enter_context(checkpoints.open_checkpoints(config.out)) if keep else None
+        manager = stack.enter_context(checkpoints.open_checkpoints(config.out))
         start = 0
         if config.resume:
             start, state = checkpoints.restore(manager, state, batches, used)
@@ -115,7 +119,7 @@ def run(
         metrics = opened(Metrics(config.out, start))
 
         def save(step: int, state: TrainState) -> None:
-            if keep:
+            if keep or step < config.steps:
                 checkpoints.save(manager, step, state, batches, used)
 
         evaluate, tokens_NxBxL = evaluation(graphdef), _validation(config, data, devices)
@@ -138,9 +142,10 @@ def run(
             save=save,
             widen=widen,
         )
+        earlier = [row["tokens_per_second"] for row in metrics.rows if "tokens_per_second" in row]
         begin = time.perf_counter()
         state = loop(plan, state, start, batches, rate, metrics, actions)
-        seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin + sum(plan.tokens / speed for speed in earlier)
         lost = not any("validation_loss" in row for row in metrics.rows)
         if from_first(lost):
             check(config.steps, state)  # nothing was left to do, and the records were lost
@@ -159,6 +164,12 @@ def make_model(config: Config, devices: Mesh | None) -> tuple[nnx.GraphDef, Any]
 
     graphdef, _ = nnx.eval_shape(make)
     return graphdef, mesh.make_params(lambda: nnx.to_pure_dict(make()[1]), devices)
+
+
+def _discard_at_its_end(config: Config, raised: type[BaseException] | None) -> None:
+    """Removes the checkpoints of a run that has ended, or has diverged: nothing goes on from it."""
+    if raised is None or issubclass(raised, DivergedError):
+        checkpoints.discard(config.out)
 
 
 def _validation(config: Config, data: text.Data, devices: Mesh | None) -> np.ndarray | jax.Array:

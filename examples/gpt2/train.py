@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
         wrong = exit_code(lambda: resolve(config), None)
         return wrong or watched("examples.gpt2.worker", given, config.processes)
     if config.compare:
-        return exit_code(lambda: compare(config, run, DivergedError), None)
+        return exit_code(lambda: compare(config, run, DivergedError), "the same command")
     return exit_code(lambda: run(config), "--resume")
 
 

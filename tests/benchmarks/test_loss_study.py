@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 
@@ -11,7 +12,7 @@ pytest.importorskip("grain")
 from benchmarks import loss_study
 from benchmarks.loss_entries import GROUPS, Entry
 from benchmarks.loss_study import config_of, entries, tune, tuned
-from examples.gpt2 import optimizers
+from examples.gpt2 import loop, optimizers
 from examples.gpt2.config import resolve, settings
 from examples.gpt2.run import Result
 
@@ -137,9 +138,23 @@ def test_one_entry_alone(study):
     assert {name for name, *_ in study} == {"sm3"}
 
 
-def test_no_run_begins_when_the_time_is_over(study):
+def test_no_run_begins_when_the_time_is_over(study, capsys):
     loss_study.main(("ours",), ("code",), minutes=0)
     assert study == []
+    assert capsys.readouterr().err.strip() == "the time is up: the same command goes on from there"
+
+
+def test_a_run_hears_when_the_time_is_up(study, monkeypatch, capsys):
+    def pretend(config, *, keep):
+        with loop.interruptions() as interrupted:
+            while interrupted.asked(False) is None:
+                time.sleep(0.01)
+        raise loop.Terminated("terminated after step 3 of 6")
+
+    monkeypatch.setattr(loss_study, "run", pretend)
+    loss_study.main(("ours",), ("code",), minutes=0.01)
+    line = "terminated after step 3 of 6: the same command goes on from there"
+    assert line in capsys.readouterr().err
 
 
 def test_the_parts_are_all_the_work(study):

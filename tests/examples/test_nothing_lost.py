@@ -86,12 +86,45 @@ def test_sigterm_with_nothing_to_save_is_no_success(work, monkeypatch, capsys):
     assert error_line(capsys) == "terminated; nothing was saved"
 
 
-def test_sigterm_in_a_comparison_promises_nothing(work, at_step, capsys):
+def compared(work, name):
+    [row] = (work / name / "results.jsonl").read_text().splitlines()
+    return json.loads(row)
+
+
+def test_a_comparison_goes_on_within_a_run(work, at_step, monkeypatch, capsys):
+    def command(name):
+        return arguments(work, name, "--compare", "adamw", "--seeds", 1)
+
+    assert train.main(command("uninterrupted")) == 0
     at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
-    command = arguments(work, "compared", "--compare", "adamw", "--seeds", 1)
-    assert train.main(command) == 128 + signal.SIGTERM
+    assert train.main(command("compared")) == 0
     line = error_line(capsys)
-    assert "terminated after step 4 of 6: the same command repeats this run" in line
+    assert "terminated after step 4 of 6: the same command goes on from there" in line
+    monkeypatch.undo()
+    steps = []
+    at_step_of = loop.record
+    monkeypatch.setattr(
+        loop,
+        "record",
+        lambda metrics, step, *rest: (steps.append(step), at_step_of(metrics, step, *rest)),
+    )
+    assert train.main(command("compared")) == 0
+    assert min(steps) > 4
+    whole, in_pieces = compared(work, "uninterrupted"), compared(work, "compared")
+    assert in_pieces["curve"] == whole["curve"]
+    assert in_pieces["seconds"] > 0
+    assert not list((work / "compared").glob("*/checkpoints"))
+
+
+def test_a_comparison_does_not_go_on_from_a_run_with_other_settings(work, at_step, monkeypatch):
+    command = arguments(work, "changed", "--compare", "adamw", "--seeds", 1)
+    at_step(3, lambda: signal.raise_signal(signal.SIGTERM))
+    assert train.main(command) == 0
+    monkeypatch.undo()
+    assert train.main([*command, "--hyper.b2", "0.99"]) == 0
+    changed = arguments(work, "anew", "--compare", "adamw", "--seeds", 1, "--hyper.b2", "0.99")
+    assert train.main(changed) == 0
+    assert compared(work, "changed")["curve"] == compared(work, "anew")["curve"]
 
 
 def test_a_whole_checkpoint_stays_where_it_is_when_it_cannot_be_used(

@@ -24,6 +24,9 @@ def plot_sensitivity(
         if points:
             axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name)
     axes.set(xlabel="peak learning rate", ylabel=label, xscale="log")
+    rates = sorted({rate for row in summary.values() for rate in row["grid"]}, key=float)
+    axes.set_xticks([*map(float, rates)], rates)  # matplotlib's own are written over each other
+    axes.minorticks_off()
     if axes.lines:
         axes.legend()
     figure.tight_layout()
