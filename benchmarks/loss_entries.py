@@ -33,14 +33,18 @@ class Entry:
     hyper: Hyperparameters = dataclasses.field(default_factory=Hyperparameters)
     options: AdapproxOptions = dataclasses.field(default_factory=AdapproxOptions)
     seeds: int = 3
+    finer: bool = False  # whether rates are tried by factors of the root of two in the end
 
 
-def _adapprox(b2: float | None, seeds: int = 1, rate: float = 2.4e-3, **options: object) -> Entry:
+def _adapprox(
+    b2: float | None, seeds: int = 1, rate: float = 2.4e-3, finer: bool = False, **options: object
+) -> Entry:
     """Adapprox with a b2, None for one that increases."""
     if b2 is None:
         options = {**options, "b2_exponent": INCREASING}
     hyper = Hyperparameters() if b2 is None else Hyperparameters(b2=b2)
-    return Entry("adapprox", rate, hyper, AdapproxOptions(**options), seeds)  # type: ignore[arg-type]
+    given = AdapproxOptions(**options)  # type: ignore[arg-type]
+    return Entry("adapprox", rate, hyper, given, seeds, finer)
 
 
 def _controls() -> dict[str, Entry]:
@@ -77,16 +81,17 @@ def _opponents() -> dict[str, Entry]:
     """Each as its own users run it, with the chain's decay and schedule."""
     clipped = {b2: Hyperparameters(b2=b2, clip_norm=1.0) for b2 in (0.95, 0.99, 0.999)}
     return {
-        **{
-            f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, hyper)
-            for b2, hyper in clipped.items()
-        },
+        **{f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, clipped[b2]) for b2 in (0.95, 0.99)},
+        "AdamW, b2 0.999, clipped": Entry("adamw", 2.4e-3, clipped[0.999], seeds=5, finer=True),
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
         "AdamW, b2 0.95, clipped, 8 times the rate elsewhere": Entry(
             "adamw", 2.4e-3, clipped[0.95], AdapproxOptions(rate_elsewhere=8.0)
         ),
         "AdamW in 8 bits, b2 0.95, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[0.95]),
-        "Adafactor": Entry("adafactor", 2.4e-3),
+        "Adafactor": Entry("adafactor", 2.4e-3, seeds=5, finer=True),
+        "Adafactor, 4 bits": Entry(
+            "adafactor", 2.4e-3, options=AdapproxOptions(mu_dtype="int4"), seeds=5, finer=True
+        ),
         "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99)),
         "CAME": Entry("came", 3e-4),
         "SM3": Entry("sm3", 1e-1),
@@ -101,12 +106,12 @@ def _opponents() -> dict[str, Entry]:
 def _ours() -> dict[str, Entry]:
     """The two optimizers by the bits of their averages."""
     entries = {
-        "adapprox": _adapprox(0.999, 3),
-        "adapprox, 8 bits": _adapprox(0.999, 3, mu_dtype="int8"),
-        "adapprox, 4 bits": _adapprox(0.999, 3, mu_dtype="int4"),
+        "adapprox": _adapprox(0.999, 5, finer=True),
+        "adapprox, 8 bits": _adapprox(0.999, 5, mu_dtype="int8"),
+        "adapprox, 4 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int4"),
         "adapprox_muon": _of_hidden(),
-        "adapprox_muon, 8 bits": _of_hidden("int8", 3),
-        "adapprox_muon, 5 bits": _of_hidden("int5", 3),
+        "adapprox_muon, 8 bits": _of_hidden("int8"),
+        "adapprox_muon, 5 bits": _of_hidden("int5"),
         "adapprox_muon, 4 bits": _of_hidden("int4"),
         "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", 3, max_rank=2),
     }
@@ -146,34 +151,27 @@ def _choices() -> dict[str, Entry]:
         "adapprox, the paper's settings": Entry("adapprox-paper", 2.4e-3, seeds=3),
         **dense,
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
-        "adapprox_muon, no second moment": _of_hidden(seeds=3, second_moment=False),
-        **{
-            f"adapprox_muon, rank {k}": _of_hidden(
-                seeds=5 if k == 8 else 3, second_moment=True, max_rank=k
-            )
-            for k in (1, 8, 32)
-        },
-        "adapprox_muon, b2 0.9": _of_hidden(seeds=3, muon_b2=0.9),
-        "adapprox_muon, b2 0.99": _of_hidden(seeds=3, muon_b2=0.99),
-        "adapprox_muon, without Nesterov": _of_hidden(seeds=3, nesterov=False),
+        "adapprox_muon, rank 8": _of_hidden(second_moment=True, max_rank=8),
     }
 
 
 def _averages() -> dict[str, Entry]:
     """With and without the average, as in the paper's Figure 7; "ours" has Adapprox's."""
-    none = Hyperparameters(b1=0.0)
+    clipped = Hyperparameters(b1=0.0, clip_norm=1.0)
     return {
-        "AdamW, no average": Entry("adamw", 1.2e-3, none, seeds=1),
-        "Adafactor, no average": Entry("adafactor", 1.2e-3, none, seeds=1),
+        "AdamW, clipped, no average": Entry("adamw", 1.2e-3, clipped),
+        "Adafactor, no average": Entry("adafactor", 1.2e-3, Hyperparameters(b1=0.0)),
     }
 
 
 def _longer() -> dict[str, Entry]:
     """The best, for more parameters and more steps."""
     all_entries = {**_ours(), **_opponents()}
-    chosen = ("adapprox_muon", "Muon", "adapprox", "AdamW, b2 0.95, clipped")
+    chosen = ("adapprox_muon", "Muon", "adapprox", "AdamW, b2 0.999, clipped")
     return {
-        label: dataclasses.replace(all_entries[label], rate=all_entries[label].rate / 2, seeds=1)
+        label: dataclasses.replace(
+            all_entries[label], rate=all_entries[label].rate / 2, seeds=1, finer=False
+        )
         for label in chosen
     }
 

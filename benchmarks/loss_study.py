@@ -49,6 +49,9 @@ class Tuned(NamedTuple):
 def tune(entry: Entry, result: Lookup) -> Tuned | None:
     """Looks for the best rate of an entry, and runs its seeds there.
 
+    Rates are tried by factors of two, of an entry that is `finer` then by factors of their root,
+    until the best has a worse one on either side.
+
     Args:
       entry: What is trained.
       result: The record of a run, done now if need be; None where there is none.
@@ -56,19 +59,25 @@ def tune(entry: Entry, result: Lookup) -> Tuned | None:
     Returns:
       Its runs; None where one is missing.
     """
-    grid: dict[float, dict[str, Any]] = {}
-    wanted = [entry.rate, entry.rate / 2, entry.rate * 2]
-    while wanted:
-        for rate in wanted:
-            found = result(rate, 0)
-            if found is None:
-                return None
-            grid[rate] = found
-        best = min(grid, key=lambda rate: loss_of(grid[rate]))
-        wanted = [rate for rate in (best / 2, best * 2) if rate not in grid]
-    runs = [result(best, seed) for seed in range(entry.seeds)]
+
+    def rate_at(place: int) -> float:
+        return entry.rate * 2 ** (place / 2)
+
+    grid: dict[int, dict[str, Any]] = {}  # by place
+    best = 0
+    for step in (2, 1) if entry.finer else (2,):
+        while wanted := [x for x in (best, best - step, best + step) if x not in grid]:
+            for place in wanted:
+                found = result(rate_at(place), 0)
+                if found is None:
+                    return None
+                grid[place] = found
+            best = min(grid, key=lambda place: loss_of(grid[place]))
+    runs = [result(rate_at(best), seed) for seed in range(entry.seeds)]
     whole = [run for run in runs if run is not None]
-    return Tuned(dict(sorted(grid.items())), best, whole) if len(whole) == len(runs) else None
+    if len(whole) < len(runs):
+        return None
+    return Tuned({rate_at(place): grid[place] for place in sorted(grid)}, rate_at(best), whole)
 
 
 def config_of(entry: Entry, setting: str, rate: float, seed: int) -> Config:

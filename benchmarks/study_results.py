@@ -15,7 +15,7 @@ TEXTS = ("code", "prose")  # the settings that all are compared in
 FIRST = (
     *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
     *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped", "AdamW in 8 bits, b2 0.95, clipped"),
-    *("Adafactor", "Muon", "AdaMuon"),
+    *("Adafactor", "Adafactor, 4 bits", "Muon", "AdaMuon"),
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
 )
 

@@ -170,7 +170,7 @@ def averages_table(results: Results) -> str:
     pairs = {
         "adapprox": ("adapprox", "adapprox, no average"),
         "Adafactor": ("Adafactor", "Adafactor, no average"),
-        "AdamW": ("AdamW, b2 0.999, clipped", "AdamW, no average"),
+        "AdamW": ("AdamW, b2 0.999, clipped", "AdamW, clipped, no average"),
     }
     rows = []
     for name, labels in pairs.items():

@@ -21,19 +21,23 @@ GALORE_RANK_FRACTION = 4  # of the width: a quarter, as its authors pretrain wit
 GALORE_GAP = 50  # steps between projections, for runs of hundreds of steps
 
 
-def adafactor(b1: float, b2: float | None, decay: Part) -> list[Part]:
+def adafactor(b1: float, b2: float | None, mu_dtype: str | None, decay: Part) -> list[Part]:
     """Adafactor's factored second moment with the clip, the average and the decay of Adapprox.
 
     Args:
       b1: Of the average of updates.
       b2: A constant decay of the second moment; None for its own, 1 - t^-0.8 at step t.
+      mu_dtype: Of the average, as in `guided_ema`; None for Optax's average.
       decay: The weight decay.
     """
+    average: Part = (optax.ema, {"decay": b1, "debias": False})
+    if mu_dtype is not None:
+        average = (adapprox_jax.guided_ema, {"b1": b1, "mu_dtype": mu_dtype})
     constant = {} if b2 is None else {"decay_rate": b2, "decay_rate_fn": constant_decay}
     return [
         (optax.scale_by_factored_rms, constant),
         (optax.clip_by_block_rms, {"threshold": 1.0}),
-        (optax.ema, {"decay": b1, "debias": False}),
+        average,
         decay,
     ]
 

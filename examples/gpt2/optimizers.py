@@ -191,7 +191,7 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
       name: One of `NAMES`.
       hyper: What all optimizers share.
       options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the rate elsewhere and the b1 of "muon".
+        the rate elsewhere, the b1 of "muon" and the type of the average of "adafactor".
 
     Returns:
       The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
@@ -236,9 +236,9 @@ def _parts(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> list
     end = (optax.add_decayed_weights, decay)
     match name:
         case "adafactor":
-            return opponents.adafactor(b1, None, end)
+            return opponents.adafactor(b1, None, options.mu_dtype, end)
         case "adafactor-b2":
-            return opponents.adafactor(b1, b2, end)
+            return opponents.adafactor(b1, b2, options.mu_dtype, end)
         case "adapprox-dense":
             return opponents.adapprox_dense(b1, b2, options.given(), end)
         case "adamw-8-bits":
@@ -318,7 +318,7 @@ def build(
       learning_rate: A number or a schedule.
       hyper: What all optimizers share.
       options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the rate elsewhere and the b1 of "muon".
+        the rate elsewhere, the b1 of "muon" and the type of the average of "adafactor".
 
     Returns:
       An Optax gradient transformation.

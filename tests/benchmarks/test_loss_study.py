@@ -42,6 +42,19 @@ def test_the_best_rate_has_a_worse_one_on_either_side(best):
     assert len(tuned.runs) == 3
 
 
+@pytest.mark.parametrize("best", [1.0, 1.35, 4.9])
+def test_a_finer_search_has_worse_rates_a_root_of_two_away(best):
+    result, _ = parabola(best)
+    tuned = tune(Entry("adamw", 1.0, seeds=2, finer=True), result)
+    assert abs(math.log2(tuned.rate / best)) <= 0.25
+    rates = list(tuned.grid)
+    place = rates.index(tuned.rate)
+    for neighbour in (rates[place - 1], rates[place + 1]):
+        assert abs(math.log2(neighbour / tuned.rate)) == pytest.approx(0.5)
+    coarse = tune(Entry("adamw", 1.0, seeds=2), result)
+    assert set(coarse.grid) <= set(rates)  # their runs serve both
+
+
 def test_an_entry_with_a_run_missing_is_not_whole():
     result, _ = parabola(1.0)
     entry = Entry("adamw", 1.0, seeds=3)
