@@ -173,12 +173,22 @@ def main(
             raise SystemExit(f"{name} has {unknown}; allowed: {'; '.join(allowed)}.")
     if not 0 <= part < parts:
         raise SystemExit(f"part is {part}; allowed: from 0 to parts - 1 = {parts - 1}.")
-    chosen = list(entries(groups, where, labels))[part::parts]
+    chosen = _share(list(entries(groups, where, labels)), part, parts)
     end = time.monotonic() + 60 * minutes
     with _terminated_after(60 * minutes):
         code = exit_code(lambda: _train(chosen, end), "the same command")
     if code:
         raise SystemExit(code)
+
+
+def _share(
+    chosen: list[tuple[str, str, Entry]], part: int, parts: int
+) -> list[tuple[str, str, Entry]]:
+    """One process's part; what begins with the same run is one process's, whatever its labels."""
+    first_runs = [config_of(entry, setting, entry.rate, 0).out for setting, _, entry in chosen]
+    order = {out: number for number, out in enumerate(dict.fromkeys(first_runs))}
+    shared = zip(first_runs, chosen, strict=True)
+    return [one for out, one in shared if order[out] % parts == part]
 
 
 @contextlib.contextmanager
@@ -198,7 +208,9 @@ def _terminated_after(seconds: float) -> Iterator[None]:
 
 def _train(chosen: list[tuple[str, str, Entry]], end: float) -> None:
     """Trains what is missing of settings, labels and entries; no run begins after `end`."""
-    keys = {setting: load_data(resolve(Config(**SETTINGS[setting]))).key for setting in SETTINGS}
+    where = {setting for setting, *_ in chosen}
+    where |= {TUNED_IN[setting] for setting in where if setting in TUNED_IN}
+    keys = {setting: load_data(resolve(Config(**SETTINGS[setting]))).key for setting in where}
 
     def made(entry: Entry, setting: str) -> Lookup:
         """Finds the runs of an entry, and makes those that are missing."""

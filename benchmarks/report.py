@@ -46,14 +46,16 @@ def blocks_of(rows: list[dict[str, Any]], results: Results) -> dict[str, str]:
     }
 
 
-def filled(page: str, blocks: Mapping[str, str]) -> str:
-    """A page with its blocks as they should be."""
+def filled(page: str, blocks: Mapping[str, str]) -> tuple[str, set[str]]:
+    """A page with its blocks as they should be, and which it has."""
+    there = set()
     for name, text in blocks.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         pattern = re.escape(begin) + ".*?" + re.escape(end)
         whole = f"{begin}{text}\n{end}"
-        page = re.sub(pattern, lambda _, whole=whole: whole, page, flags=re.DOTALL)
-    return page
+        page, count = re.subn(pattern, lambda _, whole=whole: whole, page, flags=re.DOTALL)
+        there |= {name} if count else set()
+    return page, there
 
 
 def main() -> None:
@@ -61,11 +63,15 @@ def main() -> None:
     rows = records.read(STUDY)
     results = summarize(rows)
     blocks = blocks_of(rows, results)
+    nowhere = set(blocks)
     for name in PAGES:
         path = ROOT / name
-        page = path.read_text()
-        path.write_text(filled(page, blocks))
-        print(f"{name}: {sum(f'<!-- {block} -->' in page for block in blocks)} blocks filled")
+        page, blocks_there = filled(path.read_text(), blocks)
+        path.write_text(page)
+        print(f"{name}: {', '.join(blocks_there)}")
+        nowhere -= blocks_there
+    if nowhere:
+        print(f"on no page: {', '.join(sorted(nowhere))}")
     for file, drawing in DRAWINGS.items():
         drawing(results, PICTURES / file)
     missing = [

@@ -84,7 +84,7 @@ def draw_curves(results: Results, path: pathlib.Path) -> None:
 
 def draw_times(results: Results, path: pathlib.Path) -> None:
     """Draws loss on code against time, in steps of AdamW: steps times what one takes over its."""
-    record = json.loads(TIMES.read_text()) if TIMES.exists() else {"records": {"tiny": {}}}
+    record = json.loads(TIMES.read_text())
     seconds = {name: row["seconds"] for name, row in record["records"]["tiny"].items()}
     figure, all_axes = _figure_of_texts({k: v for k, v in results.items() if k[0] == "code"})
     for text, axes in all_axes.items():

@@ -19,6 +19,9 @@ FIRST = (
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
 )
 
+# At their best and in full precision.
+ADAMW = [label for label, entry in GROUPS["opponents"].items() if entry.optimizer == "adamw"]
+
 
 class Summary(NamedTuple):
     """What the runs of one entry on one text came to."""
@@ -26,7 +29,7 @@ class Summary(NamedTuple):
     rate: float
     losses: dict[int, float]  # by seed, at the best rate
     grid: dict[float, float]  # by rate, of the first seed
-    bytes_a_parameter: float
+    bytes_a_parameter: float  # NaN where all runs diverged
     curves: list[list[tuple[int, float]]]
 
     @property
@@ -56,9 +59,23 @@ def difference(one: Summary, other: Summary) -> tuple[float, float | None, int]:
     return statistics.mean(differences), standard_error(differences), len(differences)
 
 
+def without_first_seed(one: Summary) -> Summary:
+    """A summary less the seed that its rate was chosen with."""
+    first = min(one.losses)
+    return one._replace(losses={seed: x for seed, x in one.losses.items() if seed != first})
+
+
 def summarize(rows: list[dict[str, Any]]) -> Results:
-    """All entries whose runs are all among the records."""
-    keys = {row["setting"]: row["settings"]["data"] for row in rows}
+    """All entries whose runs are all among the records.
+
+    Raises:
+      ValueError: A setting has records of two texts, as another Python's standard library is.
+    """
+    keys: dict[str, str] = {}
+    for row in rows:
+        setting, key = row["setting"], row["settings"]["data"]
+        if keys.setdefault(setting, key) != key:
+            raise ValueError(f"{setting} has runs on two texts: {keys[setting]} and {key}")
     found = {}
     for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
 
@@ -68,12 +85,12 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
         runs = tuned(entry, setting, look_up)
         if runs is None:
             continue
-        memory = next(run["memory"] for run in runs.runs if run["memory"] is not None)
+        memories = [run["memory"] for run in runs.runs if run["memory"] is not None]
         found[setting, label] = Summary(
             runs.rate,
             {run["settings"]["seed"]: loss_of(run) for run in runs.runs},
             {rate: loss_of(run) for rate, run in runs.grid.items()},
-            memory["state_mib"] * 2**20 / memory["parameters"],
+            memories[0]["state_mib"] * 2**20 / memories[0]["parameters"] if memories else math.nan,
             [run["curve"] for run in runs.runs],
         )
     return found
@@ -84,7 +101,7 @@ def best_adamw(results: Results, text: str) -> str | None:
     losses = {
         label: one.mean
         for (where, label), one in results.items()
-        if where == text and label.startswith("AdamW")
+        if where == text and label in ADAMW
     }
     return min(losses, key=lambda label: losses[label]) if losses else None
 

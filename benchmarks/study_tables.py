@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.loss_entries import GROUPS
 from benchmarks.study_results import (
+    ADAMW,
     FIRST,
     TEXTS,
     Results,
@@ -13,6 +14,7 @@ from benchmarks.study_results import (
     best_adamw,
     columns_of,
     difference,
+    without_first_seed,
 )
 
 
@@ -20,29 +22,29 @@ def comparison_table(results: Results) -> str:
     """Every optimizer of both groups: bytes, and on each text what it came to."""
     titles = ["", "bytes per parameter"]
     for text in TEXTS:
-        titles += [f"{text}: loss", "less the best AdamW's", "seeds", "peak rate"]
+        titles += [f"{text}: loss", "minus best AdamW (paired)", "seeds", "peak rate"]
     rows = []
     for label in (*GROUPS["ours"], *GROUPS["opponents"]):
         of_texts = {text: results[text, label] for text in TEXTS if (text, label) in results}
         if of_texts:
-            size = next(iter(of_texts.values())).bytes_a_parameter
+            size = _bytes(next(iter(of_texts.values())))
             cells = [
                 cell
                 for text in TEXTS
                 for cell in (_outcome(results, text, label) if text in of_texts else [""] * 4)
             ]
-            rows.append([label, f"{size:.2f}", *cells])
+            rows.append([label, size, *cells])
     return _table(titles, rows)
 
 
 def measured_table(results: Results) -> str:
     """The few that a reader looks for first, on code."""
-    titles = ["", "bytes per parameter", "loss", "less the best AdamW's", "seeds", "peak rate"]
+    titles = ["", "bytes per parameter", "loss", "minus best AdamW (paired)", "seeds", "peak rate"]
     rows = []
     for label in FIRST:
         if ("code", label) in results:
-            size = results["code", label].bytes_a_parameter
-            rows.append([label, f"{size:.2f}", *_outcome(results, "code", label)])
+            size = _bytes(results["code", label])
+            rows.append([label, size, *_outcome(results, "code", label)])
     return _table(titles, rows)
 
 
@@ -53,7 +55,7 @@ def _outcome(results: Results, text: str, label: str) -> list[str]:
     if adamw not in (None, label):
         mean, error, _ = difference(one, results[text, adamw])
         less = "" if math.isnan(mean) else _with_error(f"{mean:+.4f}", error)
-    return [_with_error(_loss(one), one.error), less, str(len(one.losses)), f"{one.rate:g}"]
+    return [_with_error(_loss(one), one.error), less, str(len(one.losses)), f"{one.rate:.3g}"]
 
 
 def controls_table(results: Results) -> str:
@@ -73,14 +75,17 @@ def controls_table(results: Results) -> str:
 
 
 def choices_table(results: Results) -> str:
-    """What each choice changes: the paired difference with the optimizer that it is a choice of."""
+    """What each choice changes: the paired difference with the optimizer that it is a choice of.
+
+    That is the one whose name comes before the comma, with nothing changed.
+    """
     rows = []
     for label in GROUPS["choices"]:
         one, base = (results.get(("code", name)) for name in (label, label.rpartition(", ")[0]))
         if one is not None and base is not None:
             mean, error, seeds = difference(one, base)
             change = _with_error(f"{mean:+.4f}", error)
-            rows.append([label, _loss(one), change, str(seeds), f"{one.rate:g}"])
+            rows.append([label, _loss(one), change, str(seeds), f"{one.rate:.3g}"])
     return _table(["change of one thing", "loss", "difference", "seeds", "peak rate"], rows)
 
 
@@ -92,15 +97,10 @@ def claims(results: Results) -> str:
         theirs = {x: results[text, x] for x in GROUPS["opponents"] if (text, x) in results}
         if not ours or not theirs:
             continue
-        beaten = [
-            f"{other} is below and left of {label} by {-mean:.4f} (standard error {_number(error)})"
-            for label, one in ours.items()
-            for other, its in theirs.items()
-            for mean, error, _ in [difference(its, one)]
-            if its.bytes_a_parameter <= one.bytes_a_parameter and mean < -(error or 0)
-        ]
-        lines.append(f"- {text}: " + ("; ".join(beaten) or _NOBODY) + ".")
-        adamw = {x: one for x, one in theirs.items() if x.startswith("AdamW")}
+        lines.append(
+            f"- {text}, {len(theirs)} opponents: {_lower_with_no_more_bytes(ours, theirs)}"
+        )
+        adamw = {x: one for x, one in theirs.items() if x in ADAMW}
         for most, family, others in ((1.2, "adapprox", adamw), (0.75, "adapprox_muon", theirs)):
             small = {
                 label: one
@@ -110,15 +110,30 @@ def claims(results: Results) -> str:
             if small and others:
                 mine = min(small, key=lambda label: small[label].mean)
                 best = min(others, key=lambda label: others[label].mean)
-                mean, error, seeds = difference(small[mine], others[best])
+                one, other = small[mine], others[best]
+                mean, error, seeds = difference(one, other)
+                rest, its_error, _ = difference(without_first_seed(one), other)
                 lines.append(
-                    f"- {text}: {mine} at {small[mine].bytes_a_parameter:.2f} bytes per parameter"
-                    f" against {best}: {mean:+.4f}, standard error {_number(error)}, {seeds} seeds."
+                    f"- {text}: {mine} with {one.bytes_a_parameter:.2f} bytes per parameter less"
+                    f" {best}: {_with_error(f'{mean:+.4f}', error)} over {seeds} seeds,"
+                    f" {_with_error(f'{rest:+.4f}', its_error)} without the first."
                 )
     return "\n".join(lines)
 
 
-_NOBODY = "no opponent is both below and left of an optimizer of ours by more than a standard error"
+def _lower_with_no_more_bytes(ours: dict[str, Summary], theirs: dict[str, Summary]) -> str:
+    """Opponents that do better on both counts, in words."""
+    clearly, hardly = [], []
+    for label, one in ours.items():
+        for other, its in theirs.items():
+            mean, error, _ = difference(its, one)
+            if its.bytes_a_parameter <= one.bytes_a_parameter and mean < 0:
+                words = f"{other} than {label} ({_with_error(f'{mean:.4f}', error)})"
+                (clearly if mean < -(error or 0) else hardly).append(words)
+    return (
+        "lower loss with no more bytes, by more than a standard error, has "
+        f"{'; '.join(clearly) or 'none'}; by less, {'; '.join(hardly) or 'none'}."
+    )
 
 
 def rates(results: Results) -> str:
@@ -129,11 +144,13 @@ def rates(results: Results) -> str:
         if adamw is not None:
             base = results[text, adamw].rate
             cells = [
-                f"{label} {results[text, label].rate / base:g}"
+                f"{label} {results[text, label].rate / base:.2g}"
                 for label in ("adapprox", "adapprox_muon")
                 if (text, label) in results
             ]
-            lines.append(f"- {text}: AdamW's best is {base:g}; times that, {' and '.join(cells)}.")
+            lines.append(
+                f"- {text}: AdamW's best is {base:.2g}; times that, {' and '.join(cells)}."
+            )
     return "\n".join(lines)
 
 
@@ -159,7 +176,7 @@ def longer_table(results: Results) -> str:
     for label in GROUPS["longer"]:
         short, long = results.get(("larger", label)), results.get(("longer", label))
         if short is not None:
-            cells = [label, f"{short.bytes_a_parameter:.2f}", f"{short.rate:g}", _loss(short)]
+            cells = [label, _bytes(short), f"{short.rate:.3g}", _loss(short)]
             rows.append([*cells, "" if long is None else _loss(long)])
     titles = ["", "bytes per parameter", "best peak rate", "loss, short", "loss, long"]
     return _table(titles, rows)
@@ -195,16 +212,16 @@ def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+def _bytes(one: Summary) -> str:
+    return "" if math.isnan(one.bytes_a_parameter) else f"{one.bytes_a_parameter:.2f}"
+
+
 def _loss(one: Summary) -> str:
     """The mean; of what diverged at some seeds that of the others, and at how many."""
     finite = [loss for loss in one.losses.values() if math.isfinite(loss)]
     diverged = len(one.losses) - len(finite)
     mean = f"{statistics.mean(finite):.4f}" if finite else ""
     return f"{mean} ({diverged} diverged)".strip() if diverged else mean
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
 
 
 def _with_error(words: str, error: float | None) -> str:

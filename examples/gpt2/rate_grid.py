@@ -5,10 +5,12 @@ of the records; runs with the same settings are not done again, so that an inter
 goes on where it was, and two processes can fill different parts of one file.
 """
 
+import functools
 import json
 import math
 import pathlib
 import platform
+import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,9 +73,31 @@ def find(rows: Iterable[Record], wanted: Record) -> Record | None:
     return next((row for row in rows if written(row.get("settings")) == written(wanted)), None)
 
 
-def versions() -> dict[str, str]:
+def versions() -> dict[str, str | None]:
     """What the numbers were made with."""
-    return {"python": platform.python_version(), "jax": jax.__version__, "optax": optax.__version__}
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "optax": optax.__version__,
+        "revision": _revision(),
+    }
+
+
+@functools.cache
+def _revision() -> str | None:
+    """The commit of this clone, with a plus where its code was changed since; None outside of one."""
+    root = pathlib.Path(__file__).parents[2]
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        changed = git("diff", "--quiet", "HEAD", "--", "adapprox_jax", "benchmarks", "examples")
+    except OSError:
+        return None
+    return commit.stdout.strip() + "+" * changed.returncode if commit.returncode == 0 else None
 
 
 def runs_of(

@@ -177,6 +177,16 @@ def test_the_parts_are_all_the_work(study):
     assert len(study) == 7
 
 
+def test_equal_runs_are_one_process_s_work():
+    chosen = list(entries(("ours", "opponents", "controls", "choices"), ("code",)))
+    parts = [loss_study._share(chosen, part, 3) for part in range(3)]
+    assert sorted(label for part in parts for _, label, _ in part) == sorted(
+        label for _, label, _ in chosen
+    )
+    [with_rank_8] = [part for part in parts if "rank 8, b2 0.999" in [one[1] for one in part]]
+    assert "adapprox" in [one[1] for one in with_rank_8]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -31,7 +31,7 @@ RESULTS = {
     ("code", "rank 8, b2 0.99, bias correction"): summary([3.2], rate=2e-3),
     ("larger", "Muon"): summary([3.3], rate=6e-3),
     ("longer", "Muon"): summary([2.3], rate=6e-3),
-    ("code", "AdamW, no average"): summary([3.6]),
+    ("code", "AdamW, clipped, no average"): summary([3.6]),
 }
 
 
@@ -58,9 +58,10 @@ def test_differences_are_paired_by_seed():
         (
             "claims",
             [
-                "- code: no opponent is both below and left",
-                "- code: adapprox, 4 bits at 1.00 bytes per parameter against AdamW, b2 0.95,"
-                " clipped: -0.3500, standard error 0.0500, 2 seeds.",
+                "- code, 1 opponents: lower loss with no more bytes, by more than a standard error,"
+                " has none; by less, none.",
+                "- code: adapprox, 4 bits with 1.00 bytes per parameter less AdamW, b2 0.95,"
+                " clipped: -0.3500 ± 0.0500 over 2 seeds, -0.3000 without the first.",
             ],
         ),
     ],
@@ -70,20 +71,41 @@ def test_what_the_blocks_say(block, lines):
         assert line in BLOCKS[block](RESULTS)
 
 
-def test_an_opponent_that_is_below_and_left_is_named():
-    results = {**RESULTS, ("code", "SM3"): summary([2.5, 2.6], 2.0)}
-    said = BLOCKS["claims"](results)
-    assert "SM3 is below and left of adapprox by 0.5500 (standard error 0.0500)" in said
-    assert "below and left of adapprox, 4 bits" not in said
+def test_opponents_with_lower_loss_and_no_more_bytes_are_named():
+    results = {
+        **RESULTS,
+        ("code", "SM3"): summary([2.5, 2.6], 2.0),
+        ("code", "CAME"): summary([2.8, 3.3], 2.0),
+        ("code", "Muon"): summary([2.5, 2.6], 9.0),
+    }
+    line = BLOCKS["claims"](results).splitlines()[0]
+    assert line.startswith("- code, 4 opponents: ")
+    clearly, hardly = line.split("; by less, ")
+    assert clearly.endswith("error, has SM3 than adapprox (-0.5500 ± 0.0500)")
+    assert hardly == "CAME than adapprox (-0.0500 ± 0.1500)."
+
+
+def test_two_texts_in_one_setting_are_not_mixed():
+    rows = rows_of("SM3", "opponents", [3.0, 3.1, 3.2])
+    rows[0]["settings"]["data"] = "other"
+    with pytest.raises(ValueError, match="code has runs on two texts: other and digest"):
+        summarize(rows)
+
+
+def test_an_entry_that_diverged_everywhere_is_shown_as_that():
+    results = summarize(json.loads(json.dumps(rows_of("SM3", "opponents", [None] * 3))))
+    assert "| SM3 |  |  (3 diverged) |" in BLOCKS["comparison"](results).replace("| (3", "|  (3")
 
 
 def test_only_blocks_are_replaced_and_a_second_time_nothing():
     page = "a 3.14\n<!-- rates -->\nold\n<!-- end of rates -->\nb\n"
     blocks = blocks_of([], RESULTS)
-    once = filled(page, blocks)
+    once, there = filled(page, blocks)
+    assert there == {"rates"}
     assert once.startswith("a 3.14\n<!-- rates -->\n- code: AdamW's best")
     assert once.endswith("<!-- end of rates -->\nb\n")
-    assert filled(once, blocks) == once
+    assert filled(once, blocks)[0] == once
+    assert filled("<!-- rates -->\n", blocks) == ("<!-- rates -->\n", set())
 
 
 def rows_of(label, group, losses, missing=()):
@@ -97,8 +119,8 @@ def rows_of(label, group, losses, missing=()):
             "setting": "code",
             "settings": settings(resolve(config_of(entry, "code", rate, seed)), "digest"),
             "validation_loss": losses[seed] if rate == entry.rate else None,
-            "curve": [(400, losses[seed])],
-            "memory": memory,
+            "curve": [] if losses[seed] is None else [(400, losses[seed])],
+            "memory": None if losses[seed] is None else memory,
         }
         for rate, seed in runs
         if (rate, seed) not in missing
@@ -122,7 +144,7 @@ def test_the_pages_are_what_the_records_say():
     blocks = blocks_of(rows, summarize(rows))
     for name in report.PAGES:
         page = (report.ROOT / name).read_text()
-        assert filled(page, blocks) == page, f"{name}: run python -m benchmarks.report"
+        assert filled(page, blocks)[0] == page, f"{name}: run python -m benchmarks.report"
 
 
 @pytest.mark.parametrize("file", report.DRAWINGS)

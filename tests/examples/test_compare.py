@@ -20,7 +20,8 @@ def test_comparison_leaves_table_figure_and_records(work, capsys):
     adamw, adapprox = record["runs"]
     assert adamw["settings"]["optimizer"] == "adamw"
     assert adapprox["settings"]["optimizer_settings"]["max_rank"] == 4
-    assert all(set(run["versions"]) == {"python", "jax", "optax"} for run in record["runs"])
+    for run in record["runs"]:
+        assert set(run["versions"]) == {"python", "jax", "optax", "revision"}
     assert [step for step, _ in adapprox["curve"]] == [3, 6]
     memory = record["summary"]["adapprox"]["memory"]
     assert 0 < memory["second_moment_ratio"] < 1
