@@ -85,7 +85,7 @@ def versions() -> dict[str, str | None]:
 
 @functools.cache
 def _revision() -> str | None:
-    """The commit of this clone, with a plus where its code was changed since; None outside of one."""
+    """The commit of this clone, with a plus where code was changed since; None outside of one."""
     root = pathlib.Path(__file__).parents[2]
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str]:
