@@ -107,7 +107,7 @@ def _ours() -> dict[str, Entry]:
     """The two optimizers by the bits of their averages."""
     entries = {
         "adapprox": _adapprox(0.999, 5, finer=True),
-        "adapprox, 8 bits": _adapprox(0.999, 5, mu_dtype="int8"),
+        "adapprox, 8 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int8"),
         "adapprox, 4 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int4"),
         "adapprox_muon": _of_hidden(),
         "adapprox_muon, 8 bits": _of_hidden("int8"),
