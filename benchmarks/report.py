@@ -26,6 +26,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "controls": study_tables.controls_table,
     "choices": study_tables.choices_table,
     "claims": study_tables.claims,
+    "pairs": study_tables.pairs_table,
     "rates": study_tables.rates,
     "steps": study_tables.steps_to_adamw,
     "longer": study_tables.longer_table,

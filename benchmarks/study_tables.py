@@ -121,6 +121,34 @@ def claims(results: Results) -> str:
     return "\n".join(lines)
 
 
+def pairs_table(results: Results) -> str:
+    """Differences that a reader asks for, paired by seed, on each text."""
+    rows = []
+    for mine, other in _PAIRS:
+        cells = []
+        for text in TEXTS:
+            label = best_adamw(results, text) if other == "the best AdamW" else other
+            known = (text, mine) in results and (text, label) in results
+            mean, error = math.nan, None
+            if known and label is not None:
+                mean, error, _ = difference(results[text, mine], results[text, label])
+            cells.append("" if math.isnan(mean) else _with_error(f"{mean:+.4f}", error))
+        rows.append([f"{mine}, minus {other}", *cells])
+    return _table(["", *TEXTS], rows)
+
+
+_PAIRS = (
+    ("adapprox", "the best AdamW"),
+    ("adapprox", "Adafactor"),
+    ("adapprox, 4 bits", "the best AdamW"),
+    ("adapprox, 4 bits", "Adafactor, 4 bits"),
+    ("adapprox_muon", "Muon"),
+    ("adapprox_muon", "AdaMuon"),
+    ("adapprox_muon, 4 bits", "Muon"),
+    ("adapprox_muon, 4 bits", "AdaMuon"),
+)
+
+
 def _lower_with_no_more_bytes(ours: dict[str, Summary], theirs: dict[str, Summary]) -> str:
     """Opponents that do better on both counts, in words."""
     clearly, hardly = [], []

@@ -54,6 +54,13 @@ def test_differences_are_paired_by_seed():
         ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
         ("steps", ["| adapprox | 20 | 20 |", "| AdamW, b2 0.95, clipped | 20 | 20 |"]),
         ("longer", ["| Muon | 1.00 | 0.006 | 3.3000 | 2.3000 |"]),
+        (
+            "pairs",
+            [
+                "| adapprox, minus the best AdamW | -0.4000 ± 0.1000 |  |",
+                "| adapprox, minus Adafactor |  |  |",
+            ],
+        ),
         ("averages", ["| AdamW |  | 3.6000 |", "| adapprox | 3.1000 |  |"]),
         (
             "claims",
