@@ -133,6 +133,7 @@ def _choices() -> dict[str, Entry]:
         )
     }
     return {
+        "adapprox, unchanged": _adapprox(0.999, 3),  # on the grid of those that follow
         **{f"adapprox, b2 {b2}": _adapprox(b2, 3) for b2 in (0.99, 0.95)},
         "adapprox, b2 1 - t^-0.8": _adapprox(None, 3),
         "adapprox, bias correction": _adapprox(0.999, 3, bias_correction=True),
@@ -150,6 +151,7 @@ def _choices() -> dict[str, Entry]:
         "adapprox, factors in bfloat16": _adapprox(0.999, 3, factor_dtype="bfloat16"),
         "adapprox, the paper's settings": Entry("adapprox-paper", 2.4e-3, seeds=3),
         **dense,
+        "adapprox_muon, unchanged": _of_hidden(),
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
         "adapprox_muon, rank 8": _of_hidden(second_moment=True, max_rank=8),
     }

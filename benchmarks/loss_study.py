@@ -1,10 +1,10 @@
 """Trains what docs/results.md compares: `python -m benchmarks.loss_study`.
 
 The best peak rate of each entry of `loss_entries` is looked for with the first seed, by factors of
-two, until it has a worse one on either side; then the other seeds run at it. A finished run is a
-line of `results/loss/study.jsonl` and is never done again. The command can be stopped: a run then
-saves a checkpoint, from which the same command goes on. Several can share the work.
-`python -m benchmarks.report` makes the page.
+two, of some then of their root, until it has a worse one on either side; then the other seeds run
+at it. A finished run is a line of `results/loss/study.jsonl` and is never done again. The command
+can be stopped: a run then saves a checkpoint, from which the same command goes on. Several can
+share the work. `python -m benchmarks.report` makes the page.
 """
 
 import contextlib

@@ -1,5 +1,6 @@
 """What the runs of `loss_study` came to: a summary for each entry whose runs are all there."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping
@@ -66,7 +67,7 @@ def without_first_seed(one: Summary) -> Summary:
 
 
 def summarize(rows: list[dict[str, Any]]) -> Results:
-    """All entries whose runs are all among the records.
+    """All entries whose runs are all among the records, or at least three seeds on the coarse grid.
 
     Raises:
       ValueError: A setting has records of two texts, as another Python's standard library is.
@@ -82,7 +83,8 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
         def look_up(where: str, entry: Entry = entry) -> Lookup:
             return recorded(entry, where, keys.get(where, ""), rows)
 
-        runs = tuned(entry, setting, look_up)
+        coarse = dataclasses.replace(entry, finer=False, seeds=min(entry.seeds, 3))
+        runs = tuned(entry, setting, look_up) or tuned(coarse, setting, look_up)
         if runs is None:
             continue
         memories = [run["memory"] for run in runs.runs if run["memory"] is not None]

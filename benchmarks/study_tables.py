@@ -75,17 +75,15 @@ def controls_table(results: Results) -> str:
 
 
 def choices_table(results: Results) -> str:
-    """What each choice changes: the paired difference with the optimizer that it is a choice of.
-
-    That is the one whose name comes before the comma, with nothing changed.
-    """
+    """What each choice changes: the paired difference with the same optimizer, "unchanged"."""
     rows = []
     for label in GROUPS["choices"]:
-        one, base = (results.get(("code", name)) for name in (label, label.rpartition(", ")[0]))
+        family, change = label.split(", ", 1)
+        one, base = (results.get(("code", x)) for x in (label, f"{family}, unchanged"))
         if one is not None and base is not None:
             mean, error, seeds = difference(one, base)
-            change = _with_error(f"{mean:+.4f}", error)
-            rows.append([label, _loss(one), change, str(seeds), f"{one.rate:.3g}"])
+            cell = "" if change == "unchanged" else _with_error(f"{mean:+.4f}", error)
+            rows.append([label, _loss(one), cell, str(seeds), f"{one.rate:.3g}"])
     return _table(["change of one thing", "loss", "difference", "seeds", "peak rate"], rows)
 
 
@@ -213,7 +211,7 @@ def longer_table(results: Results) -> str:
 def averages_table(results: Results) -> str:
     """Losses with and without the running average, each at its best rate."""
     pairs = {
-        "adapprox": ("adapprox", "adapprox, no average"),
+        "adapprox": ("adapprox, unchanged", "adapprox, no average"),
         "Adafactor": ("Adafactor", "Adafactor, no average"),
         "AdamW": ("AdamW, b2 0.999, clipped", "AdamW, clipped, no average"),
     }

@@ -74,11 +74,12 @@ def test_every_entry_can_be_built_and_no_two_are_the_same_run():
     assert sorted(map(sorted, alike)) == [
         ["Adafactor", "Adafactor's means, b2 1 - t^-0.8"],
         ["Adafactor's means, b2 0.99", "Adafactor, b2 0.99"],
-        ["adapprox", "rank 8, b2 0.999"],
+        ["adapprox", "adapprox, unchanged", "rank 8, b2 0.999"],
         ["adapprox, b2 0.95", "rank 8, b2 0.95"],
         ["adapprox, b2 0.99", "rank 8, b2 0.99"],
         ["adapprox, b2 1 - t^-0.8", "rank 8, b2 1 - t^-0.8"],
         ["adapprox, bias correction", "rank 8, b2 0.999, bias correction"],
+        ["adapprox_muon", "adapprox_muon, unchanged"],
     ]
 
 

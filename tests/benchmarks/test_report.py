@@ -26,6 +26,7 @@ RESULTS = {
     ("code", "adapprox"): summary([3.0, 3.2], 4.0, 2e-3),
     ("code", "adapprox, 4 bits"): summary([3.1, 3.2], 1.0),
     ("code", "AdamW, b2 0.95, clipped"): summary([3.5, 3.5], 8.0, 1e-3, ((10, 4.0), (20, 3.5))),
+    ("code", "adapprox, unchanged"): summary([3.0, 3.2], 4.0, 2e-3),
     ("code", "adapprox, cautious decay"): summary([2.9, 3.0], 4.0),
     ("code", "rank 8, b2 0.99"): summary([3.3]),
     ("code", "rank 8, b2 0.99, bias correction"): summary([3.2], rate=2e-3),
@@ -50,6 +51,7 @@ def test_differences_are_paired_by_seed():
             ["| adapprox | 4.00 | 3.1000 ± 0.1000 | -0.4000 ± 0.1000 | 2 | 0.002 |  |  |  |  |"],
         ),
         ("controls", ["| rank 8 |  |  | 3.3000 (0.001); 3.2000 (0.002) |  |"]),
+        ("choices", ["| adapprox, unchanged | 3.1000 |  | 2 | 0.002 |"]),
         ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"]),
         ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
         ("steps", ["| adapprox | 20 | 20 |", "| AdamW, b2 0.95, clipped | 20 | 20 |"]),
@@ -144,6 +146,17 @@ def test_records_are_summarized_where_they_are_whole():
     assert one.losses == {0: 3.0, 1: 3.1, 2: 3.2}
     assert list(one.grid.values()) == [math.inf, 3.0, math.inf]
     assert one.bytes_a_parameter == 2.0
+
+
+def test_three_seeds_on_the_coarse_grid_do_until_all_are_there():
+    label = "AdamW, b2 0.999, clipped"
+    entry = GROUPS["opponents"][label]
+    assert entry.finer
+    assert entry.seeds == 5
+    missing = [(entry.rate, 3), (entry.rate, 4)]
+    rows = json.loads(json.dumps(rows_of(label, "opponents", [3.0] * 5, missing)))
+    assert list(summarize(rows)["code", label].losses) == [0, 1, 2]
+    assert ("code", label) not in summarize(rows[:-1])
 
 
 def test_the_pages_are_what_the_records_say():
