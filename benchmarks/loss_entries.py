@@ -87,7 +87,10 @@ def _opponents() -> dict[str, Entry]:
         "AdamW, b2 0.95, clipped, 8 times the rate elsewhere": Entry(
             "adamw", 2.4e-3, clipped[0.95], AdapproxOptions(rate_elsewhere=8.0)
         ),
-        "AdamW in 8 bits, b2 0.95, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[0.95]),
+        **{
+            f"AdamW in 8 bits, b2 {b2}, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[b2])
+            for b2 in (0.95, 0.999)
+        },
         "Adafactor": Entry("adafactor", 2.4e-3, seeds=5, finer=True),
         "Adafactor, 4 bits": Entry(
             "adafactor", 2.4e-3, options=AdapproxOptions(mu_dtype="int4"), seeds=5, finer=True
