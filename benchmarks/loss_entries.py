@@ -22,6 +22,7 @@ TUNED_IN = {"longer": "larger"}  # whose best rates are taken, not looked for ag
 EXACT = 100_000  # a min_dim_size_to_factor above all sides
 INCREASING = 0.8  # the exponent of a b2 of 1 - t^-0.8
 NEVER = math.inf  # a clipping threshold that no update reaches
+NOISY = "Adafactor, float32 with the noise of 4 bits"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +170,11 @@ def _averages() -> dict[str, Entry]:
     }
 
 
+def _noise() -> dict[str, Entry]:
+    """Whether it is the noise of 4 bits that lowers the loss."""
+    return {NOISY: Entry("adafactor-noisy", 2.4e-3, seeds=5, finer=True)}
+
+
 def _longer() -> dict[str, Entry]:
     """The best, for more parameters and more steps."""
     all_entries = {**_ours(), **_opponents()}
@@ -187,11 +193,12 @@ GROUPS: dict[str, dict[str, Entry]] = {
     "controls": _controls(),
     "choices": _choices(),
     "averages": _averages(),
+    "noise": _noise(),
     "longer": _longer(),
 }
 GROUPS_OF = {
-    "code": ("ours", "opponents", "controls", "choices", "averages"),
-    "prose": ("ours", "opponents"),
+    "code": ("ours", "opponents", "controls", "choices", "averages", "noise"),
+    "prose": ("ours", "opponents", "noise"),
     "larger": ("longer",),
     "longer": ("longer",),
 }

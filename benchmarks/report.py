@@ -31,6 +31,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "steps": study_tables.steps_to_adamw,
     "longer": study_tables.longer_table,
     "averages": study_tables.averages_table,
+    "noise": study_tables.noise_table,
 }
 DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
     "loss_against_bytes.png": study_pictures.draw_bytes,

@@ -4,7 +4,7 @@ import math
 import statistics
 from typing import Any
 
-from benchmarks.loss_entries import GROUPS
+from benchmarks.loss_entries import GROUPS, NOISY
 from benchmarks.study_results import (
     ADAMW,
     FIRST,
@@ -121,8 +121,18 @@ def claims(results: Results) -> str:
 
 def pairs_table(results: Results) -> str:
     """Differences that a reader asks for, paired by seed, on each text."""
+    return _differences(results, _PAIRS)
+
+
+def noise_table(results: Results) -> str:
+    """What 4 bits change, and what their noise does alone."""
+    return _differences(results, _OF_NOISE)
+
+
+def _differences(results: Results, pairs: tuple[tuple[str, str], ...]) -> str:
+    """Mean paired differences on each text."""
     rows = []
-    for mine, other in _PAIRS:
+    for mine, other in pairs:
         cells = []
         for text in TEXTS:
             label = best_adamw(results, text) if other == "the best AdamW" else other
@@ -144,6 +154,12 @@ _PAIRS = (
     ("adapprox_muon", "AdaMuon"),
     ("adapprox_muon, 4 bits", "Muon"),
     ("adapprox_muon, 4 bits", "AdaMuon"),
+)
+_OF_NOISE = (
+    ("adapprox, 4 bits", "adapprox"),
+    ("Adafactor, 4 bits", "Adafactor"),
+    (NOISY, "Adafactor"),
+    (NOISY, "Adafactor, 4 bits"),
 )
 
 

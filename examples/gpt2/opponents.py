@@ -13,6 +13,7 @@ import optax.contrib
 import adapprox_jax
 from benchmarks.adam_8_bits import scale_by_adam_8_bits
 from benchmarks.approximations import scale_by_approximated_moment
+from benchmarks.noisy_average import noisy_ema
 
 Part = tuple[Callable[..., Any], dict[str, Any]]
 
@@ -21,7 +22,9 @@ GALORE_RANK_FRACTION = 4  # of the width: a quarter, as its authors pretrain wit
 GALORE_GAP = 50  # steps between projections, for runs of hundreds of steps
 
 
-def adafactor(b1: float, b2: float | None, mu_dtype: str | None, decay: Part) -> list[Part]:
+def adafactor(
+    b1: float, b2: float | None, mu_dtype: str | None, decay: Part, noise: bool = False
+) -> list[Part]:
     """Adafactor's factored second moment with the clip, the average and the decay of Adapprox.
 
     Args:
@@ -29,9 +32,12 @@ def adafactor(b1: float, b2: float | None, mu_dtype: str | None, decay: Part) ->
       b2: A constant decay of the second moment; None for its own, 1 - t^-0.8 at step t.
       mu_dtype: Of the average, as in `guided_ema`; None for Optax's average.
       decay: The weight decay.
+      noise: Whether the average has only the noise of 4 bits, and is kept in float32.
     """
     average: Part = (optax.ema, {"decay": b1, "debias": False})
-    if mu_dtype is not None:
+    if noise:
+        average = (noisy_ema, {"decay": b1, "bits": 4})
+    elif mu_dtype is not None:
         average = (adapprox_jax.guided_ema, {"b1": b1, "mu_dtype": mu_dtype})
     constant = {} if b2 is None else {"decay_rate": b2, "decay_rate_fn": constant_decay}
     return [

@@ -28,6 +28,7 @@ Name = Literal[
     "adamw-8-bits",
     "adafactor",
     "adafactor-b2",
+    "adafactor-noisy",
     "came",
     "galore",
     "muon",
@@ -239,6 +240,8 @@ def _parts(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> list
             return opponents.adafactor(b1, None, options.mu_dtype, end)
         case "adafactor-b2":
             return opponents.adafactor(b1, b2, options.mu_dtype, end)
+        case "adafactor-noisy":
+            return opponents.adafactor(b1, None, None, end, noise=True)
         case "adapprox-dense":
             return opponents.adapprox_dense(b1, b2, options.given(), end)
         case "adamw-8-bits":
@@ -311,7 +314,7 @@ def build(
     "adafactor" is what compares fairly with the others: its factored second moment with the same
     clip, average of updates, decay and schedule. (`optax.adafactor` would scale the rate by the
     size of each parameter.) Its second moment decays by 1 - t^-0.8 at step t; that of
-    "adafactor-b2" by b2.
+    "adafactor-b2" by b2. "adafactor-noisy" is "adafactor" with the noise of an average in 4 bits.
 
     Args:
       name: One of `NAMES`.

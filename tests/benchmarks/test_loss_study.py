@@ -95,7 +95,7 @@ def test_a_longer_run_is_of_the_best_in_its_group():
 
 def test_controls_and_choices_are_of_the_first_text_alone():
     of_prose = {label for _, label, _ in entries(tuple(GROUPS), ("prose",))}
-    assert of_prose == set(GROUPS["ours"]) | set(GROUPS["opponents"])
+    assert of_prose == {*GROUPS["ours"], *GROUPS["opponents"], *GROUPS["noise"]}
 
 
 def test_rates_of_long_runs_are_looked_for_in_short_ones():

@@ -63,6 +63,7 @@ def test_differences_are_paired_by_seed():
                 "| adapprox, minus Adafactor |  |  |",
             ],
         ),
+        ("noise", ["| adapprox, 4 bits, minus adapprox | +0.0500 ± 0.0500 |  |"]),
         ("averages", ["| AdamW |  | 3.6000 |", "| adapprox | 3.1000 |  |"]),
         (
             "claims",
