@@ -24,6 +24,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "comparison": study_tables.comparison_table,
     "measured": study_tables.measured_table,
     "controls": study_tables.controls_table,
+    "effects": study_tables.control_effects,
     "choices": study_tables.choices_table,
     "claims": study_tables.claims,
     "pairs": study_tables.pairs_table,

@@ -16,6 +16,7 @@ from benchmarks.study_results import (
     difference,
     without_first_seed,
 )
+from examples.gpt2.rate_grid import standard_error
 
 
 def comparison_table(results: Results) -> str:
@@ -72,6 +73,30 @@ def controls_table(results: Results) -> str:
 
     rows = [[moment, *(cell(moment, decay) for decay in decays)] for moment in moments]
     return _table(["b2", *decays], rows)
+
+
+def control_effects(results: Results) -> str:
+    """What one change of the controls comes to, as a mean over all else that they vary."""
+    losses = {
+        _varied(label): results["code", label].mean
+        for label in GROUPS["controls"]
+        if ("code", label) in results
+    }
+    rows = []
+    for i, base in enumerate(("rank 8", "b2 0.999", "no bias correction")):
+        for level in dict.fromkeys(varied[i] for varied in losses):
+            pairs = [(one, (*one[:i], base, *one[i + 1 :])) for one in losses if one[i] == level]
+            known = [losses[one] - losses[other] for one, other in pairs if other in losses]
+            if known and level != base:
+                change = _with_error(f"{statistics.mean(known):+.4f}", standard_error(known))
+                rows.append([f"{level}, minus {base}", change, str(len(known))])
+    return _table(["", "difference", "pairs"], rows)
+
+
+def _varied(label: str) -> tuple[str, ...]:
+    """Second moment, b2 and bias correction of a control."""
+    moment, decay, *correction = label.split(", ")
+    return moment, decay, *(correction or ["no bias correction"])
 
 
 def choices_table(results: Results) -> str:
