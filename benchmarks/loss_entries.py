@@ -22,6 +22,7 @@ TUNED_IN = {"longer": "larger"}  # whose best rates are taken, not looked for ag
 EXACT = 100_000  # a min_dim_size_to_factor above all sides
 INCREASING = 0.8  # the exponent of a b2 of 1 - t^-0.8
 NEVER = math.inf  # a clipping threshold that no update reaches
+ALWAYS = 0.01  # one that all reach: with the rate and decay for it, updates scaled to 1
 NOISY = "Adafactor, float32 with the noise of 4 bits"
 
 
@@ -147,6 +148,15 @@ def _choices() -> dict[str, Entry]:
         "adapprox, no clipping": _adapprox(
             0.999, 3, bias_correction=True, clipping_threshold=NEVER
         ),
+        **{
+            f"adapprox, b2 {b2}, every update scaled to one size": Entry(
+                "adapprox",
+                2.4e-3 / ALWAYS,
+                Hyperparameters(b2=b2, weight_decay=0.1 * ALWAYS),
+                AdapproxOptions(clipping_threshold=ALWAYS),
+            )
+            for b2 in (0.999, 0.99)
+        },
         "adapprox, rank 16": _adapprox(0.999, 3, max_rank=16),
         "adapprox, ranks from 1 to a quarter": _adapprox(0.999, 3, initial_rank=1, max_rank=0.25),
         "adapprox, the moment itself": _adapprox(0.999, 3, approximate="moment"),
