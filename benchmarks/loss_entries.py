@@ -73,10 +73,13 @@ def _controls() -> dict[str, Entry]:
     return entries
 
 
-def _of_hidden(mu_dtype: str | None = None, seeds: int = 5, **options: object) -> Entry:
+def _of_hidden(
+    mu_dtype: str | None = None, seeds: int = 5, weight_decay: float = 0.1, **options: object
+) -> Entry:
     """adapprox_muon as docs/orthogonal.md tuned it."""
     given = {"muon_b1": 0.8, "rate_elsewhere": 2.0, "mu_dtype": mu_dtype, **options}
-    return Entry("adapprox-muon", 1.2e-2, options=AdapproxOptions(**given), seeds=seeds)  # type: ignore[arg-type]
+    hyper = Hyperparameters(weight_decay=weight_decay)
+    return Entry("adapprox-muon", 1.2e-2, hyper, AdapproxOptions(**given), seeds)  # type: ignore[arg-type]
 
 
 def _opponents() -> dict[str, Entry]:
@@ -167,6 +170,7 @@ def _choices() -> dict[str, Entry]:
         **dense,
         "adapprox_muon, unchanged": _of_hidden(),
         "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
+        "adapprox_muon, half the decay": _of_hidden(seeds=3, weight_decay=0.05),
         "adapprox_muon, rank 8": _of_hidden(second_moment=True, max_rank=8),
     }
 
