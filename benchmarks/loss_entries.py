@@ -74,40 +74,57 @@ def _controls() -> dict[str, Entry]:
 
 
 def _of_hidden(
-    mu_dtype: str | None = None, seeds: int = 5, weight_decay: float = 0.1, **options: object
+    mu_dtype: str | None = None,
+    seeds: int = 3,
+    finer: bool = False,
+    weight_decay: float = 0.1,
+    **options: object,
 ) -> Entry:
     """adapprox_muon as docs/orthogonal.md tuned it."""
     given = {"muon_b1": 0.8, "rate_elsewhere": 2.0, "mu_dtype": mu_dtype, **options}
     hyper = Hyperparameters(weight_decay=weight_decay)
-    return Entry("adapprox-muon", 1.2e-2, hyper, AdapproxOptions(**given), seeds)  # type: ignore[arg-type]
+    options_of_all = AdapproxOptions(**given)  # type: ignore[arg-type]
+    return Entry("adapprox-muon", 1.2e-2, hyper, options_of_all, seeds, finer)
 
 
 def _opponents() -> dict[str, Entry]:
     """Each as its own users run it, with the chain's decay and schedule."""
     clipped = {b2: Hyperparameters(b2=b2, clip_norm=1.0) for b2 in (0.95, 0.99, 0.999)}
+    faster = AdapproxOptions(rate_elsewhere=8.0)
+    muon = AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0)
+    in_4_bits = AdapproxOptions(mu_dtype="int4")
+    no_decay = Hyperparameters(weight_decay=0.0)
     return {
-        **{f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, clipped[b2]) for b2 in (0.95, 0.99)},
+        **{
+            f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, clipped[b2], finer=True)
+            for b2 in (0.95, 0.99)
+        },
         "AdamW, b2 0.999, clipped": Entry("adamw", 2.4e-3, clipped[0.999], seeds=5, finer=True),
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
+        "AdamW, b2 0.999": Entry("adamw", 2.4e-3),
         "AdamW, b2 0.95, clipped, 8 times the rate elsewhere": Entry(
-            "adamw", 2.4e-3, clipped[0.95], AdapproxOptions(rate_elsewhere=8.0)
+            "adamw", 2.4e-3, clipped[0.95], faster
         ),
-        **{
-            f"AdamW in 8 bits, b2 {b2}, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[b2])
-            for b2 in (0.95, 0.999)
-        },
+        "AdamW, b2 0.999, clipped, 8 times the rate elsewhere": Entry(
+            "adamw", 2.4e-3, clipped[0.999], faster, seeds=5, finer=True
+        ),
+        "AdamW in 8 bits, b2 0.95, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[0.95]),
+        "AdamW in 8 bits, b2 0.999, clipped": Entry(
+            "adamw-8-bits", 2.4e-3, clipped[0.999], seeds=5, finer=True
+        ),
         "Adafactor": Entry("adafactor", 2.4e-3, seeds=5, finer=True),
-        "Adafactor, 4 bits": Entry(
-            "adafactor", 2.4e-3, options=AdapproxOptions(mu_dtype="int4"), seeds=5, finer=True
-        ),
-        "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99)),
+        "Adafactor, 4 bits": Entry("adafactor", 2.4e-3, options=in_4_bits, seeds=5, finer=True),
+        "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99), finer=True),
         "CAME": Entry("came", 3e-4),
         "SM3": Entry("sm3", 1e-1),
-        "GaLore": Entry("galore", 2.4e-3, clipped[0.95]),
-        "Muon": Entry(
-            "muon", 1.2e-2, options=AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0), seeds=5
+        "SM3, no decay": Entry("sm3", 1e-1, no_decay),
+        "GaLore, b2 0.95, clipped": Entry("galore", 2.4e-3, clipped[0.95]),
+        "GaLore, b2 0.999": Entry("galore", 9.6e-3),
+        "Muon": Entry("muon", 1.2e-2, options=muon, seeds=5, finer=True),
+        "Muon, clipped": Entry("muon", 1.2e-2, Hyperparameters(clip_norm=1.0), muon),
+        "AdaMuon": _of_hidden(
+            seeds=5, finer=True, second_moment=True, min_dim_size_to_factor=EXACT
         ),
-        "AdaMuon": _of_hidden(second_moment=True, min_dim_size_to_factor=EXACT),
     }
 
 
@@ -117,11 +134,12 @@ def _ours() -> dict[str, Entry]:
         "adapprox": _adapprox(0.999, 5, finer=True),
         "adapprox, 8 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int8"),
         "adapprox, 4 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int4"),
-        "adapprox_muon": _of_hidden(),
+        "adapprox_muon": _of_hidden(seeds=5, finer=True),
         "adapprox_muon, 8 bits": _of_hidden("int8"),
         "adapprox_muon, 5 bits": _of_hidden("int5"),
-        "adapprox_muon, 4 bits": _of_hidden("int4"),
-        "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", 3, max_rank=2),
+        "adapprox_muon, 4 bits": _of_hidden("int4", seeds=5, finer=True),
+        "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", max_rank=2),
+        "adapprox_muon, b1 0.95 and one rate": Entry("adapprox-muon", 1.2e-2),
     }
     no_average = Entry("adapprox", 1.2e-3, Hyperparameters(b1=0.0))
     return {**entries, "adapprox, no average": no_average}
@@ -169,8 +187,8 @@ def _choices() -> dict[str, Entry]:
         "adapprox, the paper's settings": Entry("adapprox-paper", 2.4e-3, seeds=3),
         **dense,
         "adapprox_muon, unchanged": _of_hidden(),
-        "adapprox_muon, cautious decay": _of_hidden(seeds=3, cautious_weight_decay=True),
-        "adapprox_muon, half the decay": _of_hidden(seeds=3, weight_decay=0.05),
+        "adapprox_muon, cautious decay": _of_hidden(cautious_weight_decay=True),
+        "adapprox_muon, half the decay": _of_hidden(weight_decay=0.05),
         "adapprox_muon, rank 8": _of_hidden(second_moment=True, max_rank=8),
     }
 

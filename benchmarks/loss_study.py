@@ -1,10 +1,10 @@
 """Trains what docs/results.md compares: `python -m benchmarks.loss_study`.
 
-The best peak rate of each entry of `loss_entries` is looked for with the first seed, by factors of
-two, of some then of their root, until it has a worse one on either side; then the other seeds run
-at it. A finished run is a line of `results/loss/study.jsonl` and is never done again. The command
-can be stopped: a run then saves a checkpoint, from which the same command goes on. Several can
-share the work. `python -m benchmarks.report` makes the page.
+The best peak rate of each entry of `loss_entries` is looked for by factors of two, of some then of
+their root, until it has a worse one on either side; where the first seed finds rates close, three
+seeds decide (`tune`). A finished run is a line of `results/loss/study.jsonl` and is never done
+again. The command can be stopped: a run then saves a checkpoint, from which the same command goes
+on. Several can share the work. `python -m benchmarks.report` makes the page.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,15 +34,18 @@ from examples.gpt2.run import run
 
 STUDY = pathlib.Path(__file__).parents[1] / "results" / "loss" / "study.jsonl"
 
+CLOSE = 0.03  # nats: seeds differ by about as much in how they rank neighbouring rates
+DECIDING = 3  # seeds whose mean decides between close rates
+
 _CHECKPOINT_EVERY = 500  # steps; an interruption saves one in any case
 
 Lookup = Callable[[float, int], dict[str, Any] | None]  # of a peak rate and a seed: the record
 
 
 class Tuned(NamedTuple):
-    """An entry's runs: those of the first seed by rate, and those of all seeds at the best."""
+    """An entry's runs: of each rate those of its seeds, and those of all seeds at the best."""
 
-    grid: dict[float, dict[str, Any]]
+    grid: dict[float, list[dict[str, Any]]]
     rate: float
     runs: list[dict[str, Any]]
 
@@ -49,8 +53,10 @@ class Tuned(NamedTuple):
 def tune(entry: Entry, result: Lookup) -> Tuned | None:
     """Looks for the best rate of an entry, and runs its seeds there.
 
-    Rates are tried by factors of two, of an entry that is `finer` then by factors of their root,
-    until the best has a worse one on either side.
+    Rates are tried with the first seed by factors of two, of an entry that is `finer` then by
+    factors of their root, until the best has a worse one on either side. One seed does not tell
+    rates apart whose losses are close: those within `CLOSE` of the least run with three, if the
+    entry has as many, and the mean decides.
 
     Args:
       entry: What is trained.
@@ -59,25 +65,48 @@ def tune(entry: Entry, result: Lookup) -> Tuned | None:
     Returns:
       Its runs; None where one is missing.
     """
+    runs: dict[tuple[int, int], dict[str, Any]] = {}  # by place and seed
 
-    def rate_at(place: int) -> float:
-        return entry.rate * 2 ** (place / 2)
+    def loss(place: int, seed: int = 0) -> float:
+        if (place, seed) not in runs:
+            found = result(_rate_at(entry, place), seed)
+            if found is None:
+                raise _MissingError
+            runs[place, seed] = found
+        return loss_of(runs[place, seed])
 
-    grid: dict[int, dict[str, Any]] = {}  # by place
+    def mean(place: int) -> float:
+        return statistics.mean(loss(place, seed) for seed in range(min(entry.seeds, DECIDING)))
+
+    grid: dict[int, float] = {}  # losses of the first seed
     best = 0
-    for step in (2, 1) if entry.finer else (2,):
-        while wanted := [x for x in (best, best - step, best + step) if x not in grid]:
-            for place in wanted:
-                found = result(rate_at(place), 0)
-                if found is None:
-                    return None
-                grid[place] = found
-            best = min(grid, key=lambda place: loss_of(grid[place]))
-    runs = [result(rate_at(best), seed) for seed in range(entry.seeds)]
-    whole = [run for run in runs if run is not None]
-    if len(whole) < len(runs):
+    steps = (2, 1) if entry.finer else (2,)
+    try:
+        for step in steps:
+            while wanted := [x for x in (best, best - step, best + step) if x not in grid]:
+                grid |= {place: loss(place) for place in wanted}
+                least = min(grid, key=lambda place: grid[place])
+                close = [place for place in grid if grid[place] <= grid[least] + CLOSE]
+                best = min(close, key=mean) if step == steps[-1] else least
+        for seed in range(entry.seeds):
+            loss(best, seed)
+    except _MissingError:
         return None
-    return Tuned({rate_at(place): grid[place] for place in sorted(grid)}, rate_at(best), whole)
+    by_rate = {
+        _rate_at(entry, place): [runs[key] for key in sorted(runs) if key[0] == place]
+        for place in sorted(grid)
+    }
+    rate = _rate_at(entry, best)
+    return Tuned(by_rate, rate, by_rate[rate])
+
+
+class _MissingError(Exception):
+    """A run is not among the records."""
+
+
+def _rate_at(entry: Entry, place: int) -> float:
+    """The peak rate so many roots of two above that from which an entry begins."""
+    return entry.rate * 2 ** (place / 2)
 
 
 def config_of(entry: Entry, setting: str, rate: float, seed: int) -> Config:

@@ -92,7 +92,7 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
         found[setting, label] = Summary(
             runs.rate,
             {run["settings"]["seed"]: loss_of(run) for run in runs.runs},
-            {rate: loss_of(run) for rate, run in runs.grid.items()},
+            {rate: loss_of(tried[0]) for rate, tried in runs.grid.items()},
             memories[0]["state_mib"] * 2**20 / memories[0]["parameters"] if memories else math.nan,
             [run["curve"] for run in runs.runs],
         )
