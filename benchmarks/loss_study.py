@@ -79,15 +79,25 @@ def tune(entry: Entry, result: Lookup) -> Tuned | None:
         return statistics.mean(loss(place, seed) for seed in range(min(entry.seeds, DECIDING)))
 
     grid: dict[int, float] = {}  # losses of the first seed
-    best = 0
-    steps = (2, 1) if entry.finer else (2,)
+
+    def least() -> int:
+        return min(grid, key=lambda place: grid[place])
+
+    def decided() -> int:
+        close = [place for place in grid if grid[place] < grid[least()] + CLOSE]
+        return min(close or [least()], key=mean)
+
+    def between_worse(best: int, step: int, choose: Callable[[], int]) -> int:
+        while wanted := [x for x in (best, best - step, best + step) if x not in grid]:
+            grid.update({place: loss(place) for place in wanted})
+            best = choose()
+        return best
+
+    best, steps = 0, (2, 1) if entry.finer else (2,)
     try:
         for step in steps:
-            while wanted := [x for x in (best, best - step, best + step) if x not in grid]:
-                grid |= {place: loss(place) for place in wanted}
-                least = min(grid, key=lambda place: grid[place])
-                close = [place for place in grid if grid[place] <= grid[least] + CLOSE]
-                best = min(close, key=mean) if step == steps[-1] else least
+            best = between_worse(best, step, least)
+        best = between_worse(decided(), steps[-1], decided)
         for seed in range(entry.seeds):
             loss(best, seed)
     except _MissingError:

@@ -17,7 +17,7 @@ from benchmarks.study_results import Results, summarize
 from examples.gpt2 import records
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("docs/results.md", "README.md")
+PAGES = ("docs/results.md", "docs/runs.md", "README.md")
 PICTURES = ROOT / "results" / "loss"
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
@@ -33,6 +33,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "longer": study_tables.longer_table,
     "averages": study_tables.averages_table,
     "noise": study_tables.noise_table,
+    "runs": study_tables.runs_table,
 }
 DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
     "loss_against_bytes.png": study_pictures.draw_bytes,

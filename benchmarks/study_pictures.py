@@ -111,13 +111,13 @@ TIMED = {  # the names that `update_speed` has for them
 
 
 def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
-    """Draws loss against the peak rate over the best one, first seeds, a text an axes."""
+    """Draws loss against the peak rate, first seeds, a text an axes."""
     figure, all_axes = _figure_of_texts(results)
     for text, axes in all_axes.items():
         for one, style in _drawn(results, text, FIRST):
-            tried = {r / one.rate: x for r, x in one.grid.items() if math.isfinite(x)}
+            tried = {rate: of[0] for rate, of in one.tried.items() if math.isfinite(of[0])}
             axes.plot(list(tried), list(tried.values()), markersize=4, **style)
-        axes.set(xlabel="peak rate / best peak rate", title=text)
+        axes.set(xlabel="peak rate", title=text)
         axes.set_xscale("log", base=2)
     _finish(figure, all_axes, path)
 

@@ -1,9 +1,8 @@
 """What the runs of `loss_study` came to: a summary for each entry whose runs are all there."""
 
-import dataclasses
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
@@ -29,8 +28,9 @@ class Summary(NamedTuple):
     """What the runs of one entry on one text came to."""
 
     rate: float
-    losses: dict[int, float]  # by seed, at the best rate
-    grid: dict[float, float]  # by rate, of the first seed
+    losses: dict[int, float]  # by seed, at the best rate; infinite where one diverged
+    tried: dict[float, list[float]]  # by rate, of the first seeds
+    finer: bool  # whether rates were tried by factors of the root of two
     bytes_a_parameter: float  # NaN where all runs diverged
     curves: list[list[tuple[int, float]]]
 
@@ -49,16 +49,12 @@ Results = Mapping[tuple[str, str], Summary]  # by setting and label
 
 
 def difference(one: Summary, other: Summary) -> tuple[float, float | None, int]:
-    """Mean paired difference over the seeds at which neither diverged, its error, and how many."""
-    seeds = {
-        seed
-        for seed in one.losses.keys() & other.losses.keys()
-        if math.isfinite(one.losses[seed]) and math.isfinite(other.losses[seed])
-    }
-    if not seeds:
-        return math.nan, None, 0
-    differences = [one.losses[seed] - other.losses[seed] for seed in sorted(seeds)]
-    return statistics.mean(differences), standard_error(differences), len(differences)
+    """Mean paired difference over the seeds of both, NaN if one diverged; its error; how many."""
+    seeds = sorted(one.losses.keys() & other.losses.keys())
+    differences = [one.losses[seed] - other.losses[seed] for seed in seeds]
+    if not differences or not all(map(math.isfinite, differences)):
+        return math.nan, None, len(seeds)
+    return statistics.mean(differences), standard_error(differences), len(seeds)
 
 
 def without_first_seed(one: Summary) -> Summary:
@@ -68,7 +64,7 @@ def without_first_seed(one: Summary) -> Summary:
 
 
 def summarize(rows: list[dict[str, Any]]) -> Results:
-    """All entries whose runs are all among the records, or at least three seeds on the coarse grid.
+    """All entries whose runs are all among the records.
 
     Raises:
       ValueError: A setting has records of two texts, as another Python's standard library is.
@@ -84,29 +80,33 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
         def look_up(where: str, entry: Entry = entry) -> Lookup:
             return recorded(entry, where, keys.get(where, ""), rows)
 
-        coarse = dataclasses.replace(entry, finer=False, seeds=min(entry.seeds, 3))
-        runs = tuned(entry, setting, look_up) or tuned(coarse, setting, look_up)
+        runs = tuned(entry, setting, look_up)
         if runs is None:
             continue
         memories = [run["memory"] for run in runs.runs if run["memory"] is not None]
         found[setting, label] = Summary(
             runs.rate,
             {run["settings"]["seed"]: loss_of(run) for run in runs.runs},
-            {rate: loss_of(tried[0]) for rate, tried in runs.grid.items()},
+            {rate: [loss_of(run) for run in at_one] for rate, at_one in runs.grid.items()},
+            entry.finer,
             memories[0]["state_mib"] * 2**20 / memories[0]["parameters"] if memories else math.nan,
             [run["curve"] for run in runs.runs],
         )
     return found
 
 
+def lowest(results: Results, text: str, labels: Iterable[str]) -> str | None:
+    """The label with the least mean loss on a text, over the seeds that all of them have."""
+    known = {label: results[text, label] for label in labels if (text, label) in results}
+    if not known:
+        return None
+    seeds = set.intersection(*(set(one.losses) for one in known.values()))
+    return min(known, key=lambda label: statistics.mean(known[label].losses[x] for x in seeds))
+
+
 def best_adamw(results: Results, text: str) -> str | None:
     """The label of the AdamW with the least loss on a text."""
-    losses = {
-        label: one.mean
-        for (where, label), one in results.items()
-        if where == text and label in ADAMW
-    }
-    return min(losses, key=lambda label: losses[label]) if losses else None
+    return lowest(results, text, ADAMW)
 
 
 def columns_of(curves: list[list[tuple[int, float]]]) -> list[list[float]]:

@@ -14,9 +14,9 @@ from benchmarks.study_results import (
     best_adamw,
     columns_of,
     difference,
+    lowest,
     without_first_seed,
 )
-from examples.gpt2.rate_grid import standard_error
 
 
 def comparison_table(results: Results) -> str:
@@ -34,7 +34,7 @@ def comparison_table(results: Results) -> str:
                 for text in TEXTS
                 for cell in (_outcome(results, text, label) if text in of_texts else [""] * 4)
             ]
-            rows.append([label, size, *cells])
+            rows.append([_marked(label, *of_texts.values()), size, *cells])
     return _table(titles, rows)
 
 
@@ -44,9 +44,14 @@ def measured_table(results: Results) -> str:
     rows = []
     for label in FIRST:
         if ("code", label) in results:
-            size = _bytes(results["code", label])
-            rows.append([label, size, *_outcome(results, "code", label)])
+            one = results["code", label]
+            rows.append([_marked(label, one), _bytes(one), *_outcome(results, "code", label)])
     return _table(titles, rows)
+
+
+def _marked(label: str, *of_texts: Summary) -> str:
+    """A label, with a mark where the rate was looked for on the finer grid."""
+    return f"{label} †" if all(one.finer for one in of_texts) else label
 
 
 def _outcome(results: Results, text: str, label: str) -> list[str]:
@@ -65,13 +70,18 @@ def controls_table(results: Results) -> str:
     moments = list(dict.fromkeys(label.rsplit(", b2 ", 1)[0] for label in labels))
     decays = list(dict.fromkeys(label.rsplit(", b2 ", 1)[1] for label in labels))
 
-    def cell(moment: str, decay: str) -> str:
-        plain = results.get(("code", f"{moment}, b2 {decay}"))
-        corrected = results.get(("code", f"{moment}, b2 {decay}, bias correction"))
-        known = [one for one in (plain, corrected) if one is not None]
-        return "; ".join(f"{_loss(one)} ({one.rate:g})" for one in known)
+    def cell(label: str) -> str:
+        one = results.get(("code", label))
+        return "-" if one is None else f"{_loss(one)} ({one.rate:g})"
 
-    rows = [[moment, *(cell(moment, decay) for decay in decays)] for moment in moments]
+    def both(moment: str, decay: str) -> str:
+        label = f"{moment}, b2 {decay}"
+        corrected = f"{label}, bias correction"
+        return (
+            f"{cell(label)}; {cell(corrected)}" if corrected in GROUPS["controls"] else cell(label)
+        )
+
+    rows = [[moment, *(both(moment, decay) for decay in decays)] for moment in moments]
     return _table(["b2", *decays], rows)
 
 
@@ -88,9 +98,10 @@ def control_effects(results: Results) -> str:
             pairs = [(one, (*one[:i], base, *one[i + 1 :])) for one in losses if one[i] == level]
             known = [losses[one] - losses[other] for one, other in pairs if other in losses]
             if known and level != base:
-                change = _with_error(f"{statistics.mean(known):+.4f}", standard_error(known))
-                rows.append([f"{level}, minus {base}", change, str(len(known))])
-    return _table(["", "difference", "pairs"], rows)
+                changes = [statistics.mean(known), min(known), max(known)]
+                cells = [f"{change:+.4f}" for change in changes]
+                rows.append([f"{level}, minus {base}", *cells, str(len(known))])
+    return _table(["", "mean difference", "least", "most", "pairs"], rows)
 
 
 def _varied(label: str) -> tuple[str, ...]:
@@ -123,21 +134,14 @@ def claims(results: Results) -> str:
         lines.append(
             f"- {text}, {len(theirs)} opponents: {_lower_with_no_more_bytes(ours, theirs)}"
         )
-        adamw = {x: one for x, one in theirs.items() if x in ADAMW}
-        for most, family, others in ((1.2, "adapprox", adamw), (0.75, "adapprox_muon", theirs)):
-            small = {
-                label: one
-                for label, one in ours.items()
-                if label.split(",")[0] == family and one.bytes_a_parameter <= most
-            }
-            if small and others:
-                mine = min(small, key=lambda label: small[label].mean)
-                best = min(others, key=lambda label: others[label].mean)
-                one, other = small[mine], others[best]
+        for mine, others in _CLAIMED.items():
+            best = lowest(results, text, others)
+            if mine in ours and best is not None:
+                one, other = ours[mine], theirs[best]
                 mean, error, seeds = difference(one, other)
                 rest, its_error, _ = difference(without_first_seed(one), other)
                 lines.append(
-                    f"- {text}: {mine} with {one.bytes_a_parameter:.2f} bytes per parameter less"
+                    f"- {text}: {mine} ({one.bytes_a_parameter:.2f} bytes per parameter) minus"
                     f" {best}: {_with_error(f'{mean:+.4f}', error)} over {seeds} seeds,"
                     f" {_with_error(f'{rest:+.4f}', its_error)} without the first."
                 )
@@ -170,6 +174,8 @@ def _differences(results: Results, pairs: tuple[tuple[str, str], ...]) -> str:
     return _table(["", *TEXTS], rows)
 
 
+# Ours of few bytes, and what it should not end above.
+_CLAIMED = {"adapprox, 4 bits": ADAMW, "adapprox_muon, 4 bits": list(GROUPS["opponents"])}
 _PAIRS = (
     ("adapprox", "the best AdamW"),
     ("adapprox", "Adafactor"),
@@ -180,6 +186,12 @@ _PAIRS = (
     ("adapprox_muon, 4 bits", "Muon"),
     ("adapprox_muon, 4 bits", "AdaMuon"),
 )
+_OF_AVERAGES = {
+    "adapprox, no average": "adapprox",
+    "Adafactor, no average": "Adafactor",
+    "AdamW, clipped, no average": "AdamW, b2 0.999, clipped",
+    "AdamW, no average": "AdamW, b2 0.999",
+}
 _OF_NOISE = (
     ("adapprox, 4 bits", "adapprox"),
     ("Adafactor, 4 bits", "Adafactor"),
@@ -195,11 +207,11 @@ def _lower_with_no_more_bytes(ours: dict[str, Summary], theirs: dict[str, Summar
         for other, its in theirs.items():
             mean, error, _ = difference(its, one)
             if its.bytes_a_parameter <= one.bytes_a_parameter and mean < 0:
-                words = f"{other} than {label} ({_with_error(f'{mean:.4f}', error)})"
+                words = f"{other}, below {label} ({_with_error(f'{mean:.4f}', error)})"
                 (clearly if mean < -(error or 0) else hardly).append(words)
     return (
-        "lower loss with no more bytes, by more than a standard error, has "
-        f"{'; '.join(clearly) or 'none'}; by less, {'; '.join(hardly) or 'none'}."
+        "with no more bytes and a loss that is lower by more than a standard error:"
+        f" {'; '.join(clearly) or 'none'}. By less: {'; '.join(hardly) or 'none'}."
     )
 
 
@@ -226,7 +238,7 @@ def steps_to_adamw(results: Results) -> str:
     of_code = {label: one for (text, label), one in results.items() if text == "code"}
     adamw = best_adamw(results, "code")
     rows = []
-    for label in (*GROUPS["ours"], *GROUPS["opponents"]):
+    for label in FIRST:
         if adamw is not None and label in of_code:
             curves = [curve for curve in of_code[label].curves if curve]
             steps = [step for step, _ in curves[0]]
@@ -251,23 +263,36 @@ def longer_table(results: Results) -> str:
 
 def averages_table(results: Results) -> str:
     """Losses with and without the running average, each at its best rate."""
-    pairs = {
-        "adapprox": ("adapprox, unchanged", "adapprox, no average"),
-        "Adafactor": ("Adafactor", "Adafactor, no average"),
-        "AdamW": ("AdamW, b2 0.999, clipped", "AdamW, clipped, no average"),
-    }
     rows = []
-    for name, labels in pairs.items():
-        known = [results.get(("code", label)) for label in labels]
-        rows.append([name, *("" if one is None else _loss(one) for one in known)])
-    return _table(["", "with", "without"], rows)
+    for label, base in _OF_AVERAGES.items():
+        one, other = (results.get(("code", x)) for x in (label, base))
+        if one is not None and other is not None:
+            mean, error, seeds = difference(one, other)
+            rows.append([label, _loss(one), _with_error(f"{mean:+.4f}", error), str(seeds)])
+    return _table(["", "loss", "minus that with an average", "seeds"], rows)
+
+
+def runs_table(results: Results) -> str:
+    """Of every entry the mean loss at each rate, over the seeds that ran there."""
+    rows = []
+    for (setting, label), one in results.items():
+        cells = []
+        for rate, losses in one.tried.items():
+            mean = (
+                f"{statistics.mean(losses):.4f}" if all(map(math.isfinite, losses)) else "diverged"
+            )
+            words = f"{rate:.3g}: {mean} ({len(losses)})"
+            cells.append(f"**{words}**" if rate == one.rate else words)
+        rows.append([label, setting, ", ".join(cells)])
+    return _table(["", "where", "peak rate: loss (seeds)"], rows)
 
 
 def effort(rows: list[dict[str, Any]]) -> str:
     """How many runs there are and how long they took, from their records."""
     hours = sum(row["seconds"] or 0 for row in rows) / 3600
     return (
-        f"{len(rows)} runs so far, which took {hours:.1f} hours in all, two at a time on two cores."
+        f"{len(rows)} runs so far, which took {hours:.1f} hours together, on one core each and two"
+        " at a time."
     )
 
 
@@ -284,11 +309,9 @@ def _bytes(one: Summary) -> str:
 
 
 def _loss(one: Summary) -> str:
-    """The mean; of what diverged at some seeds that of the others, and at how many."""
-    finite = [loss for loss in one.losses.values() if math.isfinite(loss)]
-    diverged = len(one.losses) - len(finite)
-    mean = f"{statistics.mean(finite):.4f}" if finite else ""
-    return f"{mean} ({diverged} diverged)".strip() if diverged else mean
+    """The mean, or at how many of its seeds it diverged."""
+    diverged = sum(not math.isfinite(loss) for loss in one.losses.values())
+    return f"{diverged} of {len(one.losses)} diverged" if diverged else f"{one.mean:.4f}"
 
 
 def _with_error(words: str, error: float | None) -> str:

@@ -55,6 +55,42 @@ def test_a_finer_search_has_worse_rates_a_root_of_two_away(best):
     assert set(coarse.grid) <= set(rates)  # their runs serve both
 
 
+def test_three_seeds_decide_between_rates_that_the_first_finds_close():
+    """The first finds 1 best by a little, the others 2 by much; 0.5 is not close."""
+    losses = {
+        0.5: [3.10, 1.0, 1.0, 1.0, 1.0],
+        1.0: [3.00, 3.5, 3.5, 3.5, 3.5],
+        2.0: [3.02, 3.1, 3.1, 3.1, 3.1],
+        4.0: [3.20, 1.0, 1.0, 1.0, 1.0],
+    }
+    asked = []
+
+    def result(rate, seed):
+        asked.append((rate, seed))
+        return {"validation_loss": losses[rate][seed]}
+
+    tuned = tune(Entry("adamw", 1.0, seeds=5), result)
+    assert tuned.rate == 2.0
+    assert [run["validation_loss"] for run in tuned.runs] == losses[2.0]
+    assert {rate: len(runs) for rate, runs in tuned.grid.items()} == {
+        0.5: 1,
+        1.0: 3,
+        2.0: 5,
+        4.0: 1,
+    }
+    assert len(asked) == len(set(asked)) == 10
+    assert tune(Entry("adamw", 1.0, seeds=1), result).rate == 1.0
+    finer = {1.0: [3.0] * 5, 2.0: [3.01, 2.9, 2.9, 2.9, 2.9]}
+
+    def of_finer(rate, seed):
+        place = round(2 * math.log2(rate))
+        return {"validation_loss": finer.get(rate, [3.1 + abs(place) / 10] * 5)[seed]}
+
+    tuned = tune(Entry("adamw", 1.0, seeds=5, finer=True), of_finer)
+    assert tuned.rate == 2.0
+    assert min(tuned.grid) < 2.0 < max(tuned.grid)
+
+
 def test_an_entry_with_a_run_missing_is_not_whole():
     result, _ = parabola(1.0)
     entry = Entry("adamw", 1.0, seeds=3)

@@ -12,14 +12,15 @@ from benchmarks import report
 from benchmarks.loss_entries import GROUPS
 from benchmarks.loss_study import config_of
 from benchmarks.report import BLOCKS, blocks_of, filled
-from benchmarks.study_results import Summary, difference, summarize
+from benchmarks.study_results import Summary, difference, lowest, summarize
 from examples.gpt2 import records
 from examples.gpt2.config import resolve, settings
 
 
 def summary(losses, size=1.0, rate=1e-3, curve=((10, 4.0), (20, 3.0))):
     values = dict(enumerate(losses))
-    return Summary(rate, values, {rate: losses[0]}, size, [list(curve)] * len(losses))
+    tried = {rate: losses, 2 * rate: [losses[0] + 1]}
+    return Summary(rate, values, tried, False, size, [list(curve)] * len(losses))
 
 
 RESULTS = {
@@ -36,7 +37,7 @@ RESULTS = {
     ("code", "exact, b2 0.999"): summary([3.3]),
     ("larger", "Muon"): summary([3.3], rate=6e-3),
     ("longer", "Muon"): summary([2.3], rate=6e-3),
-    ("code", "AdamW, clipped, no average"): summary([3.6]),
+    ("code", "adapprox, no average"): summary([3.6, 3.7], 0.5),
 }
 
 
@@ -56,10 +57,17 @@ def test_differences_are_paired_by_seed():
         ),
         (
             "controls",
-            ["| 3.3000 (0.001); 3.2000 (0.002) |  |", "| exact |  | 3.3000 (0.001) | 3.5"],
+            [
+                "| 3.3000 (0.001); 3.2000 (0.002) | -; - |",
+                "| exact | - | 3.3000 (0.001); - | 3.5",
+            ],
         ),
-        ("effects", ["| b2 0.99, minus b2 0.999 | +0.0667 ± 0.0667 | 3 |"]),
-        ("effects", ["| bias correction, minus no bias correction | -0.1000 ± 0.0000 | 2 |"]),
+        ("effects", ["| b2 0.99, minus b2 0.999 | +0.0667 | +0.0000 | +0.2000 | 3 |"]),
+        (
+            "effects",
+            ["| bias correction, minus no bias correction | -0.1000 | -0.1000 | -0.1000 | 2 |"],
+        ),
+        ("runs", ["| adapprox | code | **0.002: 3.1000 (2)**, 0.004: 4.0000 (1) |"]),
         ("choices", ["| adapprox, unchanged | 3.1000 |  | 2 | 0.002 |"]),
         ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"]),
         ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
@@ -73,13 +81,13 @@ def test_differences_are_paired_by_seed():
             ],
         ),
         ("noise", ["| adapprox, 4 bits, minus adapprox | +0.0500 ± 0.0500 |  |"]),
-        ("averages", ["| AdamW |  | 3.6000 |", "| adapprox | 3.1000 |  |"]),
+        ("averages", ["| adapprox, no average | 3.6500 | +0.5500 ± 0.0500 | 2 |"]),
         (
             "claims",
             [
-                "- code, 1 opponents: lower loss with no more bytes, by more than a standard error,"
-                " has none; by less, none.",
-                "- code: adapprox, 4 bits with 1.00 bytes per parameter less AdamW, b2 0.95,"
+                "- code, 1 opponents: with no more bytes and a loss that is lower by more than a"
+                " standard error: none. By less: none.",
+                "- code: adapprox, 4 bits (1.00 bytes per parameter) minus AdamW, b2 0.95,"
                 " clipped: -0.3500 ± 0.0500 over 2 seeds, -0.3000 without the first.",
             ],
         ),
@@ -99,9 +107,9 @@ def test_opponents_with_lower_loss_and_no_more_bytes_are_named():
     }
     line = BLOCKS["claims"](results).splitlines()[0]
     assert line.startswith("- code, 4 opponents: ")
-    clearly, hardly = line.split("; by less, ")
-    assert clearly.endswith("error, has SM3 than adapprox (-0.5500 ± 0.0500)")
-    assert hardly == "CAME than adapprox (-0.0500 ± 0.1500)."
+    clearly, hardly = line.split(" By less: ")
+    assert clearly.endswith("error: SM3, below adapprox (-0.5500 ± 0.0500).")
+    assert hardly == "CAME, below adapprox (-0.0500 ± 0.1500)."
 
 
 def test_two_texts_in_one_setting_are_not_mixed():
@@ -113,7 +121,7 @@ def test_two_texts_in_one_setting_are_not_mixed():
 
 def test_an_entry_that_diverged_everywhere_is_shown_as_that():
     results = summarize(json.loads(json.dumps(rows_of("SM3", "opponents", [None] * 3))))
-    assert "| SM3 |  |  (3 diverged) |" in BLOCKS["comparison"](results).replace("| (3", "|  (3")
+    assert "| SM3 |  | 3 of 3 diverged |" in BLOCKS["comparison"](results)
 
 
 def test_only_blocks_are_replaced_and_a_second_time_nothing():
@@ -154,19 +162,23 @@ def test_records_are_summarized_where_they_are_whole():
     assert list(results) == [("code", "SM3")]
     one = results["code", "SM3"]
     assert one.losses == {0: 3.0, 1: 3.1, 2: 3.2}
-    assert list(one.grid.values()) == [math.inf, 3.0, math.inf]
+    assert list(one.tried.values()) == [[math.inf], [3.0, 3.1, 3.2], [math.inf]]
     assert one.bytes_a_parameter == 2.0
 
 
-def test_three_seeds_on_the_coarse_grid_do_until_all_are_there():
-    label = "AdamW, b2 0.999, clipped"
-    entry = GROUPS["opponents"][label]
-    assert entry.finer
-    assert entry.seeds == 5
-    missing = [(entry.rate, 3), (entry.rate, 4)]
-    rows = json.loads(json.dumps(rows_of(label, "opponents", [3.0] * 5, missing)))
-    assert list(summarize(rows)["code", label].losses) == [0, 1, 2]
-    assert ("code", label) not in summarize(rows[:-1])
+def test_the_best_is_chosen_over_the_seeds_that_all_have():
+    three, five = summary([3.0, 3.1, 3.2]), summary([2.9, 3.0, 3.1, 4.0, 4.0])
+    results = {("code", "Muon"): three, ("code", "SM3"): five}
+    assert lowest(results, "code", ("Muon", "SM3", "CAME")) == "SM3"
+    assert lowest(results, "prose", ("Muon", "SM3")) is None
+
+
+def test_what_was_tuned_on_the_finer_grid_is_marked():
+    results = {**RESULTS, ("code", "adapprox"): RESULTS["code", "adapprox"]._replace(finer=True)}
+    for block in ("comparison", "measured"):
+        said = BLOCKS[block](results)
+        assert "| adapprox † |" in said
+        assert "| adapprox, 4 bits |" in said
 
 
 def test_the_pages_are_what_the_records_say():
@@ -184,12 +196,11 @@ def test_the_pictures_are_drawn_of_what_there_is(tmp_path, file):
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_diverged_is_said_and_left_out_of_differences():
+def test_what_diverged_is_said_and_has_no_difference():
     one, other = summary([3.0, math.inf, 3.4]), summary([3.1, 3.1, 3.3])
     mean, error, seeds = difference(one, other)
-    assert (round(mean, 6), round(error, 6), seeds) == (0.0, 0.1, 2)
-    assert math.isnan(difference(summary([math.inf]), other)[0])
-    results = {("code", "SM3"): one, ("code", "CAME"): summary([math.inf])}
-    said = BLOCKS["comparison"](results)
-    assert "| SM3 | 1.00 | 3.2000 (1 diverged) |  | 3 |" in said
-    assert "| CAME | 1.00 | (1 diverged) |  | 1 |" in said
+    assert math.isnan(mean)
+    assert (error, seeds) == (None, 3)
+    results = {("code", "SM3"): one, ("code", "AdamW, b2 0.95"): other}
+    assert "| SM3 | 1.00 | 1 of 3 diverged |  | 3 |" in BLOCKS["comparison"](results)
+    assert "| SM3 | code | **0.001: diverged (3)**" in BLOCKS["runs"](results)
