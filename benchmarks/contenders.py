@@ -6,7 +6,7 @@ from typing import Any
 import optax
 
 import adapprox_jax
-from benchmarks.came import came
+from examples.opponents.came import came
 
 RATE, DECAY = 1e-4, 0.1
 

@@ -17,7 +17,7 @@ import numpy as np
 TABLE = pathlib.Path(__file__).parents[1] / "tests" / "data" / "came_pytorch.json"
 SHAPES = {"matrix": (6, 10), "stack": (3, 4, 5), "vector": (7,), "single": (1,)}
 STEPS = (1, 2, 5, 10, 15, 20, 25, 30, 35, 40, 45, 50)
-# Names as of `benchmarks.came.came`.
+# Names as of `examples.opponents.came.came`.
 SETTINGS = {
     "learning_rate": 0.003,
     "b1": 0.9,

@@ -25,10 +25,10 @@ from flax import nnx
 from tqdm import tqdm
 
 import adapprox_jax
-from benchmarks.came import came
 from benchmarks.contenders import DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from examples.gpt2.model import CONFIGS, GPT, loss
+from examples.opponents.came import came
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"
 MIB = 2**20

@@ -11,9 +11,9 @@ import optax
 import optax.contrib
 
 import adapprox_jax
-from benchmarks.adam_8_bits import scale_by_adam_8_bits
-from benchmarks.approximations import scale_by_approximated_moment
-from benchmarks.noisy_average import noisy_ema
+from examples.opponents.adam_8_bits import scale_by_adam_8_bits
+from examples.opponents.approximations import scale_by_approximated_moment
+from examples.opponents.noisy_average import noisy_ema
 
 Part = tuple[Callable[..., Any], dict[str, Any]]
 

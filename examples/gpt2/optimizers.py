@@ -14,10 +14,10 @@ import jax
 import optax
 
 import adapprox_jax
-from benchmarks import approximations
-from benchmarks.came import came
 from examples.gpt2 import opponents
 from examples.gpt2.hints import by_case, show_defaults
+from examples.opponents import approximations
+from examples.opponents.came import came
 
 Name = Literal[
     "adapprox",

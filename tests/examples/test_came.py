@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.came import ScaleByCameState, came, scale_by_came
 from benchmarks.make_came_table import SETTINGS, SHAPES, TABLE, gradients, start
+from examples.opponents.came import ScaleByCameState, came, scale_by_came
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,14 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.adam_8_bits import SIGNED, UNSIGNED, Codes, decode, encode, scale_by_adam_8_bits
+from examples.opponents.adam_8_bits import (
+    SIGNED,
+    UNSIGNED,
+    Codes,
+    decode,
+    encode,
+    scale_by_adam_8_bits,
+)
 
 
 def test_the_codes_are_the_papers_dynamic_trees():

@@ -4,7 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.approximations import KINDS, approximate_moment, scale_by_approximated_moment
+from examples.opponents.approximations import (
+    KINDS,
+    approximate_moment,
+    scale_by_approximated_moment,
+)
 
 
 def moments(shape=(24, 40), seed=0):

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("flax")
 
 import adapprox_jax
-from benchmarks.noisy_average import noisy_ema
+from examples.opponents.noisy_average import noisy_ema
 
 
 def test_its_noise_is_as_large_as_that_of_codes_and_has_no_direction():

@@ -62,7 +62,7 @@ def scale_by_came(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from benchmarks.came import scale_by_came
+      >>> from examples.opponents.came import scale_by_came
       >>> state = scale_by_came().init({"kernel": jnp.ones((256, 512)), "bias": jnp.ones(512)})
       >>> state.row["kernel"].shape, state.column["kernel"].shape, state.nu["bias"].shape
       ((256,), (512,), (512,))
