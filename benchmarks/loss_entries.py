@@ -196,6 +196,7 @@ def _choices() -> dict[str, Entry]:
         "adapprox_muon, unchanged": _of_hidden(),
         "adapprox_muon, cautious decay": _of_hidden(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _of_hidden(weight_decay=0.05),
+        "adapprox_muon, no decay": _of_hidden(weight_decay=0.0),
         "adapprox_muon, rank 8": _of_hidden(second_moment=True, max_rank=8),
     }
 

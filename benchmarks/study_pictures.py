@@ -1,5 +1,6 @@
 """The results of `loss_study` as pictures."""
 
+import itertools
 import json
 import math
 import pathlib
@@ -16,29 +17,49 @@ from benchmarks.study_results import FIRST, TEXTS, Results, Summary, columns_of
 
 
 def draw_bytes(results: Results, path: pathlib.Path) -> None:
-    """Draws loss against bytes of state per parameter, every point with its name, a text an axes.
+    """Draws loss against bytes of state per parameter, every point with its name, a text a column.
 
-    What is far above all others stands at the upper edge, with its loss.
+    Each column is cut where no loss lies for the longest way. What is far above all others stands
+    at the upper edge, with its loss.
     """
-    figure, all_axes = _figure_of_texts(results, width=9, margin=0)
-    for text, axes in all_axes.items():
+    texts = [text for text in TEXTS if any(where == text for where, _ in results)]
+    figure = Figure(figsize=(10 * len(texts), 9))
+    for column, text in enumerate(texts):
         drawn = [(one, style) for one, style in _drawn(results, text) if math.isfinite(one.mean)]
-        top = sorted(one.mean for one, _ in drawn)[-1 - len(drawn) // 10] + 0.05
-        labels = []
-        for one, style in drawn:
-            name, is_above = style.pop("label"), one.mean > top
-            at = min(one.mean, top)
-            error = None if is_above else one.error
-            axes.errorbar(one.bytes_a_parameter, at, error, capsize=2, **style)
-            words = f"{name}: {one.mean:.2f}" if is_above else name
-            labels.append((one.bytes_a_parameter, at, words, style["color"]))
-        axes.set(xlabel="bytes of optimizer state per parameter", title=text, xlim=(0.2, 64))
-        axes.set_xscale("log", base=2)
-        axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
-        low = min(one.mean for one, _ in drawn)
-        axes.set_ylim(low - 0.1 * (top - low), top + 0.06 * (top - low))
-        _name(axes, labels, (top - low) / 32)
-    _finish(figure, all_axes, path)
+        losses = sorted(one.mean for one, _ in drawn)
+        top = losses[-1 - len(drawn) // 10] + 0.05
+        cut = max(itertools.pairwise(losses), key=lambda pair: min(pair[1], top) - pair[0])[0]
+        parts = [[x for x in drawn if x[0].mean > cut], [x for x in drawn if x[0].mean <= cut]]
+        for row, part in enumerate(parts):
+            rows = slice(0, 2) if row == 0 else slice(2, 3)
+            grid = figure.add_gridspec(3, len(texts))
+            axes = figure.add_subplot(grid[rows, column])
+            _draw_part(axes, part, top)
+            axes.set_title(text if row == 0 else "")
+            axes.set_xlabel("bytes of optimizer state per parameter" if row else "")
+            axes.set_ylabel("" if column else "validation loss (nats per token)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+
+
+def _draw_part(axes: Axes, drawn: list[tuple[Summary, dict[str, Any]]], top: float) -> None:
+    """Draws points at their bytes and losses, those above `top` there, and writes their names."""
+    labels = []
+    for one, style in drawn:
+        name, is_above = style.pop("label"), one.mean > top
+        at = min(one.mean, top)
+        error = None if is_above else one.error
+        axes.errorbar(one.bytes_a_parameter, at, error, capsize=2, **style)
+        words = f"{name}: {one.mean:.2f}" if is_above else name
+        labels.append((one.bytes_a_parameter, at, words, style["color"]))
+    low, high = min(y for _, y, _, _ in labels), max(y for _, y, _, _ in labels)
+    margin = 0.15 * (high - low) or 0.1
+    axes.set(xlim=(0.2, 64), ylim=(low - margin, high + margin))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
+    axes.grid(alpha=0.3)
+    inches = axes.get_position().height * 9
+    _name(axes, labels, (high - low + 2 * margin) / (inches / 0.13))
 
 
 def _name(axes: Axes, labels: list[tuple[float, float, str, str]], line: float) -> None:
@@ -50,7 +71,7 @@ def _name(axes: Axes, labels: list[tuple[float, float, str, str]], line: float) 
     taken: list[tuple[float, float, float]] = [(x - 0.1, x + 0.1, y) for x, y in points]
     for x, y, words, color in sorted(labels, key=lambda label: label[1]):
         left = math.log2(x) + 0.18
-        right = left + 0.058 * len(words)
+        right = left + 0.053 * len(words)
         steps = (sign * step for step in range(99) for sign in (1, -1))
         at = next(
             y + step * line / 2
@@ -122,11 +143,9 @@ def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
     _finish(figure, all_axes, path)
 
 
-def _figure_of_texts(
-    results: Results, width: float = 6, margin: float = 4
-) -> tuple[Figure, dict[str, Axes]]:
+def _figure_of_texts(results: Results) -> tuple[Figure, dict[str, Axes]]:
     texts = [text for text in TEXTS if any(where == text for where, _ in results)]
-    figure = Figure(figsize=(width * len(texts) + margin, 6))
+    figure = Figure(figsize=(6 * len(texts) + 4, 6))
     axes = {text: figure.add_subplot(1, len(texts), place) for place, text in enumerate(texts, 1)}
     return figure, axes
 
