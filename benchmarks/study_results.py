@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
+from benchmarks.loss_entries import FASTER, GROUPS, SETTINGS, Entry
 from benchmarks.loss_study import Lookup, entries, recorded, tuned
 from examples.gpt2.compare import loss_of
 from examples.gpt2.rate_grid import standard_error
@@ -15,9 +15,12 @@ TEXTS = ("code", "prose")  # the settings that all are compared in
 FIRST = (
     *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
     *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped"),
-    *("AdamW in 8 bits, b2 0.95, clipped", "AdamW in 8 bits, b2 0.999, clipped"),
-    *("Adafactor", "Adafactor, 4 bits", "Muon", "AdaMuon"),
+    *("AdamW in 8 bits, b2 0.999, clipped", "Adafactor", "Adafactor, 4 bits"),
+    *(f"adapprox, {FASTER}", f"adapprox, 4 bits, {FASTER}"),
+    *(f"AdamW, b2 0.999, clipped, {FASTER}", f"Adafactor, {FASTER}"),
+    f"Adafactor, 4 bits, {FASTER}",
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
+    *("adapprox_muon, b1 0.95 and one rate", "Muon", "AdaMuon"),
 )
 
 # At their best and in full precision.
