@@ -140,6 +140,7 @@ def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
             axes.plot(list(tried), list(tried.values()), markersize=4, **style)
         axes.set(xlabel="peak rate", title=text)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.2g}")
     _finish(figure, all_axes, path)
 
 
