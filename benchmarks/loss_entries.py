@@ -120,9 +120,6 @@ def _opponents() -> dict[str, Entry]:
         ),
         "Adafactor": Entry("adafactor", 2.4e-3, seeds=5, finer=True),
         "Adafactor, 4 bits": Entry("adafactor", 2.4e-3, options=in_4_bits, seeds=5, finer=True),
-        f"Adafactor, {FASTER}": Entry(
-            "adafactor", 2.4e-3, options=faster[None], seeds=5, finer=True
-        ),
         f"Adafactor, 4 bits, {FASTER}": Entry(
             "adafactor", 2.4e-3, options=faster["int4"], seeds=5, finer=True
         ),
@@ -146,7 +143,6 @@ def _ours() -> dict[str, Entry]:
         "adapprox": _adapprox(0.999, 5, finer=True),
         "adapprox, 8 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int8"),
         "adapprox, 4 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int4"),
-        f"adapprox, {FASTER}": _adapprox(0.999, 5, finer=True, rate_elsewhere=8.0),
         f"adapprox, 4 bits, {FASTER}": _adapprox(
             0.999, 5, finer=True, mu_dtype="int4", rate_elsewhere=8.0
         ),
@@ -180,6 +176,7 @@ def _choices() -> dict[str, Entry]:
         "adapprox, b2 1 - t^-0.8": _adapprox(None, 3),
         "adapprox, bias correction": _adapprox(0.999, 3, bias_correction=True),
         "adapprox, cautious decay": _adapprox(0.999, 3, cautious_weight_decay=True),
+        f"adapprox, {FASTER}": _adapprox(0.999, 3, rate_elsewhere=8.0),
         "adapprox, rank 32 for the embedding": _adapprox(0.999, 3, embedding_rank=32),
         "adapprox, no clipping": _adapprox(
             0.999, 3, bias_correction=True, clipping_threshold=NEVER

@@ -70,7 +70,7 @@ def test_differences_are_paired_by_seed():
         ("runs", ["| adapprox | code | **0.002: 3.1000 (2)**, 0.004: 4.0000 (1) |"]),
         ("choices", ["| adapprox, unchanged | 3.1000 |  | 2 | 0.002 |"]),
         ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"]),
-        ("rates", ["- code: AdamW's best is 0.001; times that, adapprox 2."]),
+        ("rates", ["- code: AdamW, b2 0.999, clipped, is best at 0.001; times that, adapprox 2."]),
         ("steps", ["| adapprox | 20 | 20 |", "| AdamW, b2 0.999, clipped | 20 | 20 |"]),
         ("longer", ["| Muon | 1.00 | 0.006 | 3.3000 | 2.3000 |"]),
         (
@@ -129,7 +129,7 @@ def test_only_blocks_are_replaced_and_a_second_time_nothing():
     blocks = blocks_of([], RESULTS)
     once, there = filled(page, blocks)
     assert there == {"rates"}
-    assert once.startswith("a 3.14\n<!-- rates -->\n- code: AdamW's best")
+    assert once.startswith("a 3.14\n<!-- rates -->\n- code: AdamW, b2 0.999, clipped, is best at")
     assert once.endswith("<!-- end of rates -->\nb\n")
     assert filled(once, blocks)[0] == once
     assert filled("<!-- rates -->\n", blocks) == ("<!-- rates -->\n", set())
