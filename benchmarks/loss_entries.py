@@ -147,9 +147,13 @@ def _ours() -> dict[str, Entry]:
             0.999, 5, finer=True, mu_dtype="int4", rate_elsewhere=8.0
         ),
         "adapprox_muon": _of_hidden(seeds=5, finer=True),
+        "adapprox_muon, rank 8": _of_hidden(seeds=5, finer=True, second_moment=True),
         "adapprox_muon, 8 bits": _of_hidden("int8"),
         "adapprox_muon, 5 bits": _of_hidden("int5"),
         "adapprox_muon, 4 bits": _of_hidden("int4", seeds=5, finer=True),
+        "adapprox_muon, 4 bits, rank 2": _of_hidden(
+            "int4", seeds=5, finer=True, second_moment=True, max_rank=2
+        ),
         "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", max_rank=2),
         "adapprox_muon, b1 0.95 and one rate": Entry("adapprox-muon", 1.2e-2),
     }
@@ -202,7 +206,6 @@ def _choices() -> dict[str, Entry]:
         "adapprox_muon, cautious decay": _of_hidden(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _of_hidden(weight_decay=0.05),
         "adapprox_muon, no decay": _of_hidden(weight_decay=0.0),
-        "adapprox_muon, rank 8": _of_hidden(second_moment=True, max_rank=8),
     }
 
 
