@@ -17,11 +17,13 @@ from benchmarks.study_results import Results, summarize
 from examples.gpt2 import records
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("docs/results.md", "docs/runs.md", "README.md")
+PAGES = ("docs/results.md", "docs/orthogonal.md", "docs/runs.md", "README.md")
 PICTURES = ROOT / "results" / "loss"
 
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "comparison": study_tables.comparison_table,
+    "directions": study_tables.directions_table,
+    "moments": study_tables.direction_pairs_table,
     "measured": study_tables.measured_table,
     "controls": study_tables.controls_table,
     "effects": study_tables.control_effects,

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from benchmarks.loss_entries import FASTER, GROUPS, NOISY
@@ -21,31 +22,39 @@ from benchmarks.study_results import (
 
 def comparison_table(results: Results) -> str:
     """Every optimizer of both groups: bytes, and on each text what it came to."""
-    titles = ["", "bytes per parameter"]
-    for text in TEXTS:
-        titles += [f"{text}: loss", "minus best AdamW (paired)", "seeds", "peak rate"]
-    rows = []
-    for label in (*GROUPS["ours"], *GROUPS["opponents"]):
-        of_texts = {text: results[text, label] for text in TEXTS if (text, label) in results}
-        if of_texts:
-            size = _bytes(next(iter(of_texts.values())))
-            cells = [
-                cell
-                for text in TEXTS
-                for cell in (_outcome(results, text, label) if text in of_texts else [""] * 4)
-            ]
-            rows.append([_marked(label, *of_texts.values()), size, *cells])
-    return _table(titles, rows)
+    best = {text: best_adamw(results, text) for text in TEXTS}
+    return _compared(results, [*GROUPS["ours"], *GROUPS["opponents"]], "best AdamW", best)
+
+
+def directions_table(results: Results) -> str:
+    """The same of those with orthogonal directions, in comparison with Muon."""
+    entries = {**GROUPS["opponents"], **GROUPS["ours"]}
+    labels = [x for x in entries if entries[x].optimizer in ("muon", "adapprox-muon")]
+    return _compared(results, labels, "Muon", dict.fromkeys(TEXTS, "Muon"))
 
 
 def measured_table(results: Results) -> str:
     """The few that a reader looks for first, on code."""
-    titles = ["", "bytes per parameter", "loss", "minus best AdamW (paired)", "seeds", "peak rate"]
+    return _compared(results, FIRST, "best AdamW", {"code": best_adamw(results, "code")})
+
+
+def _compared(
+    results: Results, labels: Iterable[str], base: str, bases: Mapping[str, str | None]
+) -> str:
+    """A row for each label whose runs are there, four columns for each text of `bases`."""
+    titles = ["", "bytes per parameter"]
+    for text in bases:
+        loss = f"{text}: loss" if len(bases) > 1 else "loss"
+        titles += [loss, f"minus {base} (paired)", "seeds", "peak rate"]
     rows = []
-    for label in FIRST:
-        if ("code", label) in results:
-            one = results["code", label]
-            rows.append([_marked(label, one), _bytes(one), *_outcome(results, "code", label)])
+    for label in labels:
+        of_texts = {text: results[text, label] for text in bases if (text, label) in results}
+        if of_texts:
+            cells = [_bytes(next(iter(of_texts.values())))]
+            for text, other in bases.items():
+                known = text in of_texts
+                cells += _outcome(results, text, label, other) if known else [""] * 4
+            rows.append([_marked(label, *of_texts.values()), *cells])
     return _table(titles, rows)
 
 
@@ -54,12 +63,11 @@ def _marked(label: str, *of_texts: Summary) -> str:
     return f"{label} †" if all(one.finer for one in of_texts) else label
 
 
-def _outcome(results: Results, text: str, label: str) -> list[str]:
-    """Loss, paired difference from the best AdamW, seeds and peak rate."""
-    one, adamw = results[text, label], best_adamw(results, text)
-    less = ""
-    if adamw not in (None, label):
-        mean, error, _ = difference(one, results[text, adamw])
+def _outcome(results: Results, text: str, label: str, base: str | None) -> list[str]:
+    """Loss, paired difference from a base, seeds and peak rate."""
+    one, less = results[text, label], ""
+    if base not in (None, label) and (text, base) in results:
+        mean, error, _ = difference(one, results[text, base])
         less = "" if math.isnan(mean) else _with_error(f"{mean:+.4f}", error)
     return [_with_error(_loss(one), one.error), less, str(len(one.losses)), f"{one.rate:.3g}"]
 
@@ -153,6 +161,11 @@ def pairs_table(results: Results) -> str:
     return _differences(results, _PAIRS)
 
 
+def direction_pairs_table(results: Results) -> str:
+    """What the second moment of directions and its size are worth, and what few bits cost."""
+    return _differences(results, _OF_DIRECTIONS)
+
+
 def noise_table(results: Results) -> str:
     """What 4 bits change, and what their noise does alone."""
     return _differences(results, _OF_NOISE)
@@ -191,6 +204,13 @@ _PAIRS = (
     ("adapprox_muon", "AdaMuon"),
     ("adapprox_muon, 4 bits", "Muon"),
     ("adapprox_muon, 4 bits", "AdaMuon"),
+)
+_OF_DIRECTIONS = (
+    ("adapprox_muon, rank 8", "adapprox_muon"),
+    ("AdaMuon", "adapprox_muon"),
+    ("adapprox_muon, rank 8", "AdaMuon"),
+    ("adapprox_muon, 4 bits", "adapprox_muon"),
+    ("adapprox_muon, 4 bits, rank 2", "adapprox_muon, 4 bits"),
 )
 _OF_AVERAGES = {
     "adapprox, no average": "adapprox",

@@ -1,4 +1,4 @@
-"""The pages on losses say what their records say, and the records are of today's settings."""
+"""The losses that are typed on the pages are those of the records."""
 
 import json
 import pathlib
@@ -8,51 +8,13 @@ import numpy as np
 import pytest
 
 from benchmarks.loss_study import STUDY
-from examples.gpt2 import compare, optimizers, records
+from examples.gpt2 import records
 
 ROOT = pathlib.Path(__file__).parents[2]
 LOSSES = ROOT / "results" / "loss"
-OPTIONS = optimizers.AdapproxOptions
-# What docs/orthogonal.md compares, by the file of its record.
-OF_HIDDEN_MATRICES = {
-    "muon": ("muon", OPTIONS(muon_b1=0.9, rate_elsewhere=4.0)),
-    "adapprox-muon": ("adapprox-muon", OPTIONS(muon_b1=0.8, rate_elsewhere=2.0)),
-    "adapprox-muon-4-bits": (
-        "adapprox-muon",
-        OPTIONS(muon_b1=0.8, rate_elsewhere=2.0, mu_dtype="int4"),
-    ),
-}
-RECORDS = {file: json.loads((LOSSES / f"{file}.json").read_text()) for file in OF_HIDDEN_MATRICES}
-
-
-def test_the_tables_of_orthogonal_directions_are_those_of_the_records():
-    page = (ROOT / "docs" / "orthogonal.md").read_text()
-    rows = {
-        file.replace("adapprox-muon-4-bits", "adapprox-muon, int4"): RECORDS[file]["summary"][name]
-        for file, (name, _) in OF_HIDDEN_MATRICES.items()
-    }
-    assert compare.results_table(rows) in page
-    assert compare.grid_table(rows) in page
-    for record in RECORDS.values():
-        assert record["command"] in " ".join(page.replace("\\\n", " ").split())
-
-
-@pytest.mark.parametrize("file", OF_HIDDEN_MATRICES)
-def test_the_comparison_was_run_with_todays_defaults(file):
-    """Else the page's first table is not of the library that stands beside it."""
-    name, options = OF_HIDDEN_MATRICES[file]
-    today = optimizers.settings(name, optimizers.Hyperparameters(), options)
-    runs = [run["settings"] for run in RECORDS[file]["runs"]]
-    used = [run["optimizer_settings"] for run in runs if run["optimizer"] == name]
-    assert used
-    for of_one in used:
-        assert of_one == today
-
-
 def all_runs(*more):
     files = LOSSES / "choices.jsonl", LOSSES / "orthogonal_choices.jsonl", *more
-    of_comparisons = [run for record in RECORDS.values() for run in record["runs"]]
-    return of_comparisons + [row for file in files for row in records.read(file)]
+    return [row for file in files for row in records.read(file)]
 
 
 def losses_over_seeds():
