@@ -151,9 +151,6 @@ def _ours() -> dict[str, Entry]:
         "adapprox_muon, 8 bits": _of_hidden("int8"),
         "adapprox_muon, 5 bits": _of_hidden("int5"),
         "adapprox_muon, 4 bits": _of_hidden("int4", seeds=5, finer=True),
-        "adapprox_muon, 4 bits, rank 2": _of_hidden(
-            "int4", seeds=5, finer=True, second_moment=True, max_rank=2
-        ),
         "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", max_rank=2),
         "adapprox_muon, b1 0.95 and one rate": Entry("adapprox-muon", 1.2e-2),
     }

@@ -210,7 +210,6 @@ _OF_DIRECTIONS = (
     ("AdaMuon", "adapprox_muon"),
     ("adapprox_muon, rank 8", "AdaMuon"),
     ("adapprox_muon, 4 bits", "adapprox_muon"),
-    ("adapprox_muon, 4 bits, rank 2", "adapprox_muon, 4 bits"),
 )
 _OF_AVERAGES = {
     "adapprox, no average": "adapprox",
