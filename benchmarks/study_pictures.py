@@ -44,16 +44,17 @@ def draw_bytes(results: Results, path: pathlib.Path) -> None:
 
 def _draw_part(axes: Axes, drawn: list[tuple[Summary, dict[str, Any]]], top: float) -> None:
     """Draws points at their bytes and losses, those above `top` there, and writes their names."""
-    labels = []
+    labels, ends = [], []
     for one, style in drawn:
         name, is_above = style.pop("label"), one.mean > top
         at = min(one.mean, top)
-        error = None if is_above else one.error
-        axes.errorbar(one.bytes_a_parameter, at, error, capsize=2, **style)
+        error = 0.0 if is_above else one.error or 0.0
+        ends += [at - error, at + error]
+        axes.errorbar(one.bytes_a_parameter, at, error or None, capsize=2, **style)
         words = f"{name}: {one.mean:.2f}" if is_above else name
         labels.append((one.bytes_a_parameter, at, words, style["color"]))
-    low, high = min(y for _, y, _, _ in labels), max(y for _, y, _, _ in labels)
-    margin = 0.15 * (high - low) or 0.1
+    low, high = min(ends), max(ends)
+    margin = 0.1 * (high - low) or 0.1
     axes.set(xlim=(0.2, 64), ylim=(low - margin, high + margin))
     axes.set_xscale("log", base=2)
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
