@@ -48,7 +48,7 @@ DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
 def blocks_of(rows: list[dict[str, Any]], results: Results) -> dict[str, str]:
     """The text of each block."""
     return {name: block(results) for name, block in BLOCKS.items()} | {
-        "effort": study_tables.effort(rows)
+        "effort": study_tables.effort(rows, results)
     }
 
 

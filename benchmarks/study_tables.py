@@ -5,7 +5,8 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.loss_entries import FASTER, GROUPS, NOISY
+from benchmarks.loss_entries import FASTER, GROUPS, NOISY, SETTINGS
+from benchmarks.loss_study import entries
 from benchmarks.study_results import (
     ADAMW,
     FIRST,
@@ -182,7 +183,8 @@ def _differences(results: Results, pairs: tuple[tuple[str, str], ...]) -> str:
             if known:
                 mean, error, _ = difference(results[text, mine], results[text, other])
             cells.append("" if math.isnan(mean) else _with_error(f"{mean:+.4f}", error))
-        rows.append([f"{mine}, minus {other}", *cells])
+        if any(cells):
+            rows.append([f"{mine}, minus {other}", *cells])
     return _table(["", *TEXTS], rows)
 
 
@@ -312,12 +314,15 @@ def runs_table(results: Results) -> str:
     return _table(["", "where", "peak rate: loss (seeds)"], rows)
 
 
-def effort(rows: list[dict[str, Any]]) -> str:
-    """How many runs there are and how long they took, from their records."""
+def effort(rows: list[dict[str, Any]], results: Results) -> str:
+    """How many runs there are, how long they took, and what they leave open."""
     hours = sum(row["seconds"] or 0 for row in rows) / 3600
+    wanted = [(where, label) for where, label, _ in entries(tuple(GROUPS), tuple(SETTINGS))]
+    missing = sum(entry not in results for entry in wanted)
+    left_out = f" {missing} of {len(wanted)} rows lack runs and are left out." if missing else ""
     return (
         f"{len(rows)} runs so far, which took {hours:.1f} hours together, on one core each and two"
-        " at a time."
+        f" at a time.{left_out}"
     )
 
 

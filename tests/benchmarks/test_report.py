@@ -9,7 +9,7 @@ pytest.importorskip("flax")
 pytest.importorskip("grain")
 
 from benchmarks import report
-from benchmarks.loss_entries import GROUPS
+from benchmarks.loss_entries import GROUPS, GROUPS_OF
 from benchmarks.loss_study import config_of
 from benchmarks.report import BLOCKS, blocks_of, filled
 from benchmarks.study_results import Summary, difference, lowest, summarize
@@ -77,7 +77,7 @@ def test_differences_are_paired_by_seed():
             "pairs",
             [
                 "| adapprox, minus AdamW, b2 0.999, clipped | -0.4000 ± 0.1000 |  |",
-                "| adapprox, minus Adafactor |  |  |",
+                "| adapprox, 4 bits, minus AdamW, b2 0.999, clipped | -0.3500 ± 0.0500 |  |",
             ],
         ),
         ("noise", ["| adapprox, 4 bits, minus adapprox | +0.0500 ± 0.0500 |  |"]),
@@ -110,6 +110,13 @@ def test_opponents_with_lower_loss_and_no_more_bytes_are_named():
     clearly, hardly = line.split(" By less: ")
     assert clearly.endswith("error: SM3, below adapprox (-0.5500 ± 0.0500).")
     assert hardly == "CAME, below adapprox (-0.0500 ± 0.1500)."
+
+
+def test_what_the_records_leave_open_is_said():
+    line = blocks_of([{"seconds": 3600.0}, {"seconds": None}], RESULTS)["effort"]
+    assert line.startswith("2 runs so far, which took 1.0 hours together, ")
+    total = sum(len(GROUPS[group]) for groups in GROUPS_OF.values() for group in groups)
+    assert line.endswith(f" {total - len(RESULTS)} of {total} rows lack runs and are left out.")
 
 
 def test_two_texts_in_one_setting_are_not_mixed():

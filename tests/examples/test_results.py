@@ -12,6 +12,8 @@ from examples.gpt2 import records
 
 ROOT = pathlib.Path(__file__).parents[2]
 LOSSES = ROOT / "results" / "loss"
+
+
 def all_runs(*more):
     files = LOSSES / "choices.jsonl", LOSSES / "orthogonal_choices.jsonl", *more
     return [row for file in files for row in records.read(file)]
