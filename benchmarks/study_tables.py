@@ -196,8 +196,10 @@ _CLAIMED = (
     ("adapprox_muon, 4 bits", list(GROUPS["opponents"])),
 )
 _PAIRS = (
+    ("adapprox", "AdamW, b2 0.95, clipped"),
     ("adapprox", "AdamW, b2 0.999, clipped"),
     ("adapprox", "Adafactor"),
+    ("adapprox, 4 bits", "AdamW, b2 0.95, clipped"),
     ("adapprox, 4 bits", "AdamW, b2 0.999, clipped"),
     ("adapprox, 4 bits", "Adafactor, 4 bits"),
     (f"adapprox, 4 bits, {FASTER}", f"AdamW, b2 0.999, clipped, {FASTER}"),
