@@ -104,10 +104,9 @@ def _opponents() -> dict[str, Entry]:
     no_decay = Hyperparameters(weight_decay=0.0)
     return {
         **{
-            f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, clipped[b2], finer=True)
-            for b2 in (0.95, 0.99)
+            f"AdamW, b2 {b2}, clipped": Entry("adamw", 2.4e-3, hyper, seeds=5, finer=True)
+            for b2, hyper in clipped.items()
         },
-        "AdamW, b2 0.999, clipped": Entry("adamw", 2.4e-3, clipped[0.999], seeds=5, finer=True),
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
         "AdamW, b2 0.999": Entry("adamw", 2.4e-3),
         f"AdamW, b2 0.95, clipped, {FASTER}": Entry("adamw", 2.4e-3, clipped[0.95], faster[None]),
