@@ -199,6 +199,8 @@ def _choices() -> dict[str, Entry]:
         "adapprox, the paper's settings": Entry("adapprox-paper", 2.4e-3, seeds=3),
         **dense,
         "adapprox_muon, unchanged": _of_hidden(),
+        "adapprox_muon, b1 0.95": _of_hidden(muon_b1=0.95),
+        "adapprox_muon, one rate": _of_hidden(rate_elsewhere=1.0),
         "adapprox_muon, cautious decay": _of_hidden(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _of_hidden(weight_decay=0.05),
         "adapprox_muon, no decay": _of_hidden(weight_decay=0.0),
