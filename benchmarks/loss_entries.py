@@ -30,7 +30,7 @@ EXACT = 100_000  # a min_dim_size_to_factor above all sides
 INCREASING = 0.8  # the exponent of a b2 of 1 - t^-0.8
 NEVER = math.inf  # a clipping threshold that no update reaches
 ALWAYS = 0.01  # one that every update reaches, so that all have one size
-FASTER = "8 times the rate elsewhere"  # than in the hidden matrices
+FASTER_ELSEWHERE = "8 times the rate elsewhere"
 NOISY = "Adafactor, float32 with the noise of 4 bits"
 
 
@@ -109,8 +109,10 @@ def _opponents() -> dict[str, Entry]:
         },
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
         "AdamW, b2 0.999": Entry("adamw", 2.4e-3),
-        f"AdamW, b2 0.95, clipped, {FASTER}": Entry("adamw", 2.4e-3, clipped[0.95], faster[None]),
-        f"AdamW, b2 0.999, clipped, {FASTER}": Entry(
+        f"AdamW, b2 0.95, clipped, {FASTER_ELSEWHERE}": Entry(
+            "adamw", 2.4e-3, clipped[0.95], faster[None]
+        ),
+        f"AdamW, b2 0.999, clipped, {FASTER_ELSEWHERE}": Entry(
             "adamw", 2.4e-3, clipped[0.999], faster[None], seeds=5, finer=True
         ),
         "AdamW in 8 bits, b2 0.95, clipped": Entry("adamw-8-bits", 2.4e-3, clipped[0.95]),
@@ -119,7 +121,7 @@ def _opponents() -> dict[str, Entry]:
         ),
         "Adafactor": Entry("adafactor", 2.4e-3, seeds=5, finer=True),
         "Adafactor, 4 bits": Entry("adafactor", 2.4e-3, options=in_4_bits, seeds=5, finer=True),
-        f"Adafactor, 4 bits, {FASTER}": Entry(
+        f"Adafactor, 4 bits, {FASTER_ELSEWHERE}": Entry(
             "adafactor", 2.4e-3, options=faster["int4"], seeds=5, finer=True
         ),
         "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99), finer=True),
@@ -142,7 +144,7 @@ def _ours() -> dict[str, Entry]:
         "adapprox": _adapprox(0.999, 5, finer=True),
         "adapprox, 8 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int8"),
         "adapprox, 4 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int4"),
-        f"adapprox, 4 bits, {FASTER}": _adapprox(
+        f"adapprox, 4 bits, {FASTER_ELSEWHERE}": _adapprox(
             0.999, 5, finer=True, mu_dtype="int4", rate_elsewhere=8.0
         ),
         "adapprox_muon": _of_hidden(seeds=5, finer=True),
@@ -176,7 +178,7 @@ def _choices() -> dict[str, Entry]:
         "adapprox, b2 1 - t^-0.8": _adapprox(None, 3),
         "adapprox, bias correction": _adapprox(0.999, 3, bias_correction=True),
         "adapprox, cautious decay": _adapprox(0.999, 3, cautious_weight_decay=True),
-        f"adapprox, {FASTER}": _adapprox(0.999, 3, rate_elsewhere=8.0),
+        f"adapprox, {FASTER_ELSEWHERE}": _adapprox(0.999, 3, rate_elsewhere=8.0),
         "adapprox, rank 32 for the embedding": _adapprox(0.999, 3, embedding_rank=32),
         "adapprox, no clipping": _adapprox(
             0.999, 3, bias_correction=True, clipping_threshold=NEVER

@@ -35,7 +35,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "longer": study_tables.longer_table,
     "averages": study_tables.averages_table,
     "noise": study_tables.noise_table,
-    "runs": study_tables.runs_table,
 }
 DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
     "loss_against_bytes.png": study_pictures.draw_bytes,
@@ -48,7 +47,8 @@ DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
 def blocks_of(rows: list[dict[str, Any]], results: Results) -> dict[str, str]:
     """The text of each block."""
     return {name: block(results) for name, block in BLOCKS.items()} | {
-        "effort": study_tables.effort(rows, results)
+        "runs": study_tables.runs_table(rows, results),
+        "effort": study_tables.effort(rows, results),
     }
 
 

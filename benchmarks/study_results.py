@@ -1,13 +1,15 @@
 """What the runs of `loss_study` came to: a summary for each entry whose runs are all there."""
 
+import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.loss_entries import FASTER, GROUPS, SETTINGS, Entry
-from benchmarks.loss_study import Lookup, entries, recorded, tuned
+from benchmarks.loss_entries import FASTER_ELSEWHERE, GROUPS, SETTINGS, Entry
+from benchmarks.loss_study import Lookup, config_of, entries, recorded, tuned
 from examples.gpt2.compare import loss_of
+from examples.gpt2.config import resolve, settings
 from examples.gpt2.rate_grid import standard_error
 
 TEXTS = ("code", "prose")  # the settings that all are compared in
@@ -16,14 +18,15 @@ FIRST = (
     *("adapprox", "adapprox, 8 bits", "adapprox, 4 bits"),
     *("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped"),
     *("AdamW in 8 bits, b2 0.999, clipped", "Adafactor", "Adafactor, 4 bits"),
-    *(f"adapprox, 4 bits, {FASTER}", f"AdamW, b2 0.999, clipped, {FASTER}"),
-    f"Adafactor, 4 bits, {FASTER}",
+    *(f"adapprox, 4 bits, {FASTER_ELSEWHERE}", f"AdamW, b2 0.999, clipped, {FASTER_ELSEWHERE}"),
+    f"Adafactor, 4 bits, {FASTER_ELSEWHERE}",
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
     *("adapprox_muon, b1 0.95 and one rate", "Muon", "AdaMuon"),
 )
 
 # At their best and in full precision.
 ADAMW = [label for label, entry in GROUPS["opponents"].items() if entry.optimizer == "adamw"]
+ADAMW_WITH_ONE_RATE = [label for label in ADAMW if FASTER_ELSEWHERE not in label]
 
 
 class Summary(NamedTuple):
@@ -69,13 +72,9 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
     """All entries whose runs are all among the records.
 
     Raises:
-      ValueError: A setting has records of two texts, as another Python's standard library is.
+      ValueError: A setting has records of two texts.
     """
-    keys: dict[str, str] = {}
-    for row in rows:
-        setting, key = row["setting"], row["settings"]["data"]
-        if keys.setdefault(setting, key) != key:
-            raise ValueError(f"{setting} has runs on two texts: {keys[setting]} and {key}")
+    keys = texts(rows)
     found = {}
     for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
 
@@ -95,6 +94,49 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
             [run["curve"] for run in runs.runs],
         )
     return found
+
+
+def losses_by_rate(
+    rows: list[dict[str, Any]],
+) -> dict[tuple[str, str], dict[float, list[float]]]:
+    """The losses of all runs of each entry by rate, whether or not others are still missing.
+
+    Raises:
+      ValueError: A setting has records of two texts.
+    """
+
+    def without_rate_and_seed(used: dict[str, Any]) -> str:
+        varying = "learning_rate", "min_learning_rate", "seed"
+        return json.dumps({k: v for k, v in used.items() if k not in varying}, sort_keys=True)
+
+    of_settings: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        key = row["setting"], without_rate_and_seed(row["settings"])
+        of_settings.setdefault(key, []).append(row)
+    keys, found = texts(rows), {}
+    for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
+        config = resolve(config_of(entry, setting, entry.rate, seed=0))
+        used = without_rate_and_seed(settings(config, keys.get(setting, "")))
+        by_rate: dict[float, list[float]] = {}
+        for row in of_settings.get((setting, used), []):
+            by_rate.setdefault(row["settings"]["learning_rate"], []).append(loss_of(row))
+        if by_rate:
+            found[setting, label] = {rate: by_rate[rate] for rate in sorted(by_rate)}
+    return found
+
+
+def texts(rows: list[dict[str, Any]]) -> dict[str, str]:
+    """The digest of the text of each setting.
+
+    Raises:
+      ValueError: A setting has records of two texts, as another Python's standard library is.
+    """
+    keys: dict[str, str] = {}
+    for row in rows:
+        setting, key = row["setting"], row["settings"]["data"]
+        if keys.setdefault(setting, key) != key:
+            raise ValueError(f"{setting} has runs on two texts: {keys[setting]} and {key}")
+    return keys
 
 
 def lowest(results: Results, text: str, labels: Iterable[str]) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("grain")
 
-from benchmarks import report
+from benchmarks import report, study_tables
 from benchmarks.loss_entries import GROUPS, GROUPS_OF
 from benchmarks.loss_study import config_of
 from benchmarks.report import BLOCKS, blocks_of, filled
@@ -67,7 +67,6 @@ def test_differences_are_paired_by_seed():
             "effects",
             ["| bias correction, minus no bias correction | -0.1000 | -0.1000 | -0.1000 | 2 |"],
         ),
-        ("runs", ["| adapprox | code | **0.002: 3.1000 (2)**, 0.004: 4.0000 (1) |"]),
         ("choices", ["| adapprox, unchanged | 3.1000 |  | 2 | 0.002 |"]),
         ("choices", ["| adapprox, cautious decay | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"]),
         ("rates", ["- code: AdamW, b2 0.999, clipped, is best at 0.001; times that, adapprox 2."]),
@@ -112,8 +111,24 @@ def test_opponents_with_lower_loss_and_no_more_bytes_are_named():
     assert hardly == "CAME, below adapprox (-0.0500 ± 0.1500)."
 
 
+def test_every_run_is_on_the_page_and_the_chosen_rate_is_bold():
+    whole = rows_of("SM3", "opponents", [3.0, 3.1, 3.2])
+    of_first_seed = [(GROUPS["opponents"]["CAME"].rate * factor, 0) for factor in (0.5, 1, 2)]
+    part = rows_of("CAME", "opponents", [2.0, 2.1, 2.2], missing=of_first_seed)
+    rows = json.loads(json.dumps(whole + part))
+    assert study_tables.runs_table(rows, summarize(rows)).splitlines()[2:] == [
+        "| CAME | code | 0.0003: 2.1500 (2) |",
+        "| SM3 | code | 0.05: diverged (1), **0.1: 3.1000 (3)**, 0.2: diverged (1) |",
+    ]
+
+
+def test_pairs_without_runs_and_empty_tables_are_left_out():
+    assert "Adafactor" not in BLOCKS["pairs"](RESULTS)
+    assert BLOCKS["longer"]({}) == "Not all runs are there yet."
+
+
 def test_what_the_records_leave_open_is_said():
-    line = blocks_of([{"seconds": 3600.0}, {"seconds": None}], RESULTS)["effort"]
+    line = study_tables.effort([{"seconds": 3600.0}, {"seconds": None}], RESULTS)
     assert line.startswith("2 runs so far, which took 1.0 hours together, ")
     total = sum(len(GROUPS[group]) for groups in GROUPS_OF.values() for group in groups)
     assert line.endswith(f" {total - len(RESULTS)} of {total} rows lack runs and are left out.")
@@ -210,4 +225,3 @@ def test_what_diverged_is_said_and_has_no_difference():
     assert (error, seeds) == (None, 3)
     results = {("code", "SM3"): one, ("code", "AdamW, b2 0.95"): other}
     assert "| SM3 | 1.00 | 1 of 3 diverged |  | 3 |" in BLOCKS["comparison"](results)
-    assert "| SM3 | code | **0.001: diverged (3)**" in BLOCKS["runs"](results)
