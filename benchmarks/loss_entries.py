@@ -228,7 +228,8 @@ def _noise() -> dict[str, Entry]:
 def _longer() -> dict[str, Entry]:
     """The best, for more parameters and more steps."""
     all_entries = {**_ours(), **_opponents()}
-    chosen = ("adapprox_muon", "Muon", "adapprox", "AdamW, b2 0.999, clipped")
+    adamws = ("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped")
+    chosen = ("adapprox_muon", "Muon", "adapprox", *adamws)
     return {
         label: dataclasses.replace(
             all_entries[label], rate=all_entries[label].rate / 2, seeds=1, finer=False
