@@ -1,6 +1,6 @@
-# Two commands: `make train` and `make test`. Both set up what they need in .venv.
+# `make train` and `make test` set up what they need in .venv; the other targets are below.
 
-# A Python counts where it runs and can make an environment: version managers leave names that do not.
+# The first of some Pythons that runs and can make an environment: version managers leave names that do not.
 find_python = $(shell for python in $(1); do \
 	$$python -c 'import ensurepip, venv' >/dev/null 2>&1 && echo $$python && break; done)
 
@@ -9,10 +9,9 @@ PYTHON := $(call find_python,python3.11 python3)
 endif
 VENV := .venv
 VENV312 := .venv312
-PYTEST_FLAGS := -n 2 --dist worksteal -q
-
 VENV_DEVICE := .venv-device
 VENV_GPU := .venv-gpu
+PYTEST_FLAGS := -n 2 --dist worksteal -q
 
 .PHONY: train test test-all test-312 lint device-program on-device
 
@@ -49,7 +48,7 @@ on-device: $(VENV_GPU)/installed
 	$(VENV_GPU)/bin/python -m benchmarks.on_device
 
 # PYENV_VERSION matters only where pyenv has Python 3.12 without having it selected.
-PYTHON312 ?= env PYENV_VERSION=3.12.1 python3.12
+PYTHON312 ?= env PYENV_VERSION=3.12 python3.12
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

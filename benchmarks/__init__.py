@@ -1,1 +1,1 @@
-"""Each speed and memory claim as a command that writes JSON and a picture."""
+"""Each measured claim of the documents, as a command that writes its records."""

@@ -21,8 +21,8 @@ from typing import Any, Literal
 import jax
 import tyro
 
+from benchmarks import record_files
 from benchmarks.loss_entries import GROUPS, Entry
-from benchmarks.update_speed import file_name
 from examples.gpt2 import plots, records
 from examples.gpt2.checkpoints import any_saved
 from examples.gpt2.command import exit_code
@@ -31,11 +31,15 @@ from examples.gpt2.run import run
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "at_scale"
 _ALL: dict[str, Entry] = {**GROUPS["ours"], **GROUPS["opponents"]}
-LABELS = (
-    *("AdamW, b2 0.999, clipped", "adapprox", "Muon", "adapprox_muon", "adapprox_muon, 4 bits"),
-)
-# As the small model's study found them, where that is not where it began to look.
-RATES = {"adapprox": 3.4e-3, "adapprox_muon, 4 bits": 2.4e-2}
+# With the peak rates that the small model's study found on code.
+RATES = {
+    "AdamW, b2 0.999, clipped": 3.4e-3,
+    "adapprox": 3.4e-3,
+    "Muon": 1.2e-2,
+    "adapprox_muon": 1.2e-2,
+    "adapprox_muon, 4 bits": 1.7e-2,
+}
+LABELS = tuple(RATES)
 TIME_TO_SAVE = 120  # seconds
 
 
@@ -110,7 +114,7 @@ def config_of(label: str, scale: Scale) -> Config:
         steps=scale.steps,
         batch_size=scale.batch_size,
         accumulate=scale.accumulate,
-        learning_rate=RATES.get(label, entry.rate) * scale.rate_factor,
+        learning_rate=RATES[label] * scale.rate_factor,
         warmup=max(1, scale.steps // 20),
         seed=scale.seed,
         dtype=scale.dtype,
@@ -189,7 +193,6 @@ def _train(label: str, seconds: float) -> int:
 
 def write_results(scale: Scale, output: pathlib.Path) -> None:
     """Writes the record of all runs, their curves and a table."""
-    output.mkdir(parents=True, exist_ok=True)
     found = {}
     for label in LABELS:
         rows = rows_of(label, scale)
@@ -209,8 +212,8 @@ def write_results(scale: Scale, output: pathlib.Path) -> None:
         "jax": jax.__version__,
         "runs": found,
     }
-    name = f"{scale.model}_{file_name(kind)}"
-    (output / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    name = f"{scale.model}_{record_files.name_of_device(kind)}"
+    record_files.write(output / f"{name}.json", record)
     curves = {label: [one["curve"]] for label, one in found.items()}
     plots.plot_comparison(curves, output / f"{name}.png")
     print("| optimizer | peak rate | validation loss | tokens a second |")

@@ -1,7 +1,6 @@
 """The optimizers that are compared, each with momentum, clip and decay where it has them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import optax
 
@@ -11,16 +10,14 @@ from examples.opponents.came import came
 RATE, DECAY = 1e-4, 0.1
 
 
-def adafactor(
-    rate: optax.ScalarOrSchedule = RATE, b1: float = 0.9, mask: Any = None
-) -> optax.GradientTransformation:
+def adafactor(b1: float = 0.9) -> optax.GradientTransformation:
     """Adafactor's rank-1 second moment with the rest of Adapprox's chain; no average for b1 = 0."""
     return optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
         optax.ema(b1, debias=False) if b1 else optax.identity(),
-        optax.add_decayed_weights(DECAY, mask),
-        optax.scale_by_learning_rate(rate),
+        optax.add_decayed_weights(DECAY),
+        optax.scale_by_learning_rate(RATE),
     )
 
 

@@ -6,7 +6,6 @@ device-program` makes the environment that this needs and runs it there. Results
 `results/speed/device_program_<model>.json`.
 """
 
-import json
 import pathlib
 import shlex
 import time
@@ -18,6 +17,7 @@ import optax
 import tyro
 from tqdm import tqdm
 
+from benchmarks import record_files
 from benchmarks.contenders import CONTENDERS
 from benchmarks.h100 import compile_for_h100, is_available
 from benchmarks.inputs import parameter_shapes
@@ -110,8 +110,7 @@ def main(
     path = output or RESULTS / f"device_program_{model}.json"
     for name in tqdm(rows, unit="program"):
         result["records"][name] = record_of(name, shapes)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        record_files.write(path, result)
     print_table(result["records"])
     print(f"written: {path}")
     return result

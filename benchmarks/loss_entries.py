@@ -43,7 +43,7 @@ class Entry:
     hyper: Hyperparameters = dataclasses.field(default_factory=Hyperparameters)
     options: AdapproxOptions = dataclasses.field(default_factory=AdapproxOptions)
     seeds: int = 3
-    finer: bool = False  # whether rates are tried by factors of the root of two in the end
+    finer: bool = False  # whether rates are tried by factors of the square root of 2 in the end
 
 
 def _adapprox(
@@ -81,7 +81,7 @@ def _controls() -> dict[str, Entry]:
     return entries
 
 
-def _of_hidden(
+def _tuned_muon(
     mu_dtype: str | None = None,
     seeds: int = 3,
     finer: bool = False,
@@ -132,7 +132,7 @@ def _opponents() -> dict[str, Entry]:
         "GaLore, b2 0.999": Entry("galore", 9.6e-3),
         "Muon": Entry("muon", 1.2e-2, options=muon, seeds=5, finer=True),
         "Muon, clipped": Entry("muon", 1.2e-2, Hyperparameters(clip_norm=1.0), muon),
-        "AdaMuon": _of_hidden(
+        "AdaMuon": _tuned_muon(
             seeds=5, finer=True, second_moment=True, min_dim_size_to_factor=EXACT
         ),
     }
@@ -147,12 +147,12 @@ def _ours() -> dict[str, Entry]:
         f"adapprox, 4 bits, {FASTER_ELSEWHERE}": _adapprox(
             0.999, 5, finer=True, mu_dtype="int4", rate_elsewhere=8.0
         ),
-        "adapprox_muon": _of_hidden(seeds=5, finer=True),
-        "adapprox_muon, rank 8": _of_hidden(seeds=5, finer=True, second_moment=True),
-        "adapprox_muon, 8 bits": _of_hidden("int8"),
-        "adapprox_muon, 5 bits": _of_hidden("int5"),
-        "adapprox_muon, 4 bits": _of_hidden("int4", seeds=5, finer=True),
-        "adapprox_muon, 4 bits, rank 2 elsewhere": _of_hidden("int4", max_rank=2),
+        "adapprox_muon": _tuned_muon(seeds=5, finer=True),
+        "adapprox_muon, rank 8": _tuned_muon(seeds=5, finer=True, second_moment=True),
+        "adapprox_muon, 8 bits": _tuned_muon("int8"),
+        "adapprox_muon, 5 bits": _tuned_muon("int5"),
+        "adapprox_muon, 4 bits": _tuned_muon("int4", seeds=5, finer=True),
+        "adapprox_muon, 4 bits, rank 2 elsewhere": _tuned_muon("int4", max_rank=2),
         "adapprox_muon, b1 0.95 and one rate": Entry("adapprox-muon", 1.2e-2),
     }
     no_average = Entry("adapprox", 1.2e-3, Hyperparameters(b1=0.0), finer=True)
@@ -200,12 +200,12 @@ def _choices() -> dict[str, Entry]:
         "adapprox, factors in bfloat16": _adapprox(0.999, 3, factor_dtype="bfloat16"),
         "adapprox, the paper's settings": Entry("adapprox-paper", 2.4e-3, seeds=3),
         **dense,
-        "adapprox_muon, unchanged": _of_hidden(),
-        "adapprox_muon, b1 0.95": _of_hidden(muon_b1=0.95),
-        "adapprox_muon, one rate": _of_hidden(rate_elsewhere=1.0),
-        "adapprox_muon, cautious decay": _of_hidden(cautious_weight_decay=True),
-        "adapprox_muon, half the decay": _of_hidden(weight_decay=0.05),
-        "adapprox_muon, no decay": _of_hidden(weight_decay=0.0),
+        "adapprox_muon, unchanged": _tuned_muon(),
+        "adapprox_muon, b1 0.95": _tuned_muon(muon_b1=0.95),
+        "adapprox_muon, one rate": _tuned_muon(rate_elsewhere=1.0),
+        "adapprox_muon, cautious decay": _tuned_muon(cautious_weight_decay=True),
+        "adapprox_muon, half the decay": _tuned_muon(weight_decay=0.05),
+        "adapprox_muon, no decay": _tuned_muon(weight_decay=0.0),
     }
 
 

@@ -1,10 +1,10 @@
 """Trains what docs/results.md compares: `python -m benchmarks.loss_study`.
 
-The best peak rate of each entry of `loss_entries` is looked for by factors of two, of some then of
-their root, until it has a worse one on either side; where the first seed finds rates close, three
-seeds decide (`tune`). A finished run is a line of `results/loss/study.jsonl` and is never done
-again. The command can be stopped: a run then saves a checkpoint, from which the same command goes
-on. Several can share the work. `python -m benchmarks.report` makes the page.
+The best peak rate of each entry of `loss_entries` is looked for by factors of 2, of some then of
+its square root, until it has a worse one on either side; where the first seed finds rates close,
+three seeds decide (`tune`). A finished run is a line of `results/loss/study.jsonl` and is never
+done again. The command can be stopped: a run then saves a checkpoint, from which the same command
+goes on. Several can share the work. `python -m benchmarks.report` makes the page.
 """
 
 import contextlib
@@ -53,10 +53,10 @@ class Tuned(NamedTuple):
 def tune(entry: Entry, result: Lookup) -> Tuned | None:
     """Looks for the best rate of an entry, and runs its seeds there.
 
-    Rates are tried with the first seed by factors of two, of an entry that is `finer` then by
-    factors of their root, until the best has a worse one on either side. One seed does not tell
-    rates apart whose losses are close: those within `CLOSE` of the least run with three, if the
-    entry has as many, and the mean decides.
+    Rates are tried with the first seed by factors of 2, of an entry that is `finer` then by
+    factors of its square root, until the best has a worse one on either side. One seed does not
+    tell rates apart whose losses are close: those within `CLOSE` of the least run with three, if
+    the entry has as many, and the mean decides.
 
     Args:
       entry: What is trained.
@@ -115,7 +115,7 @@ class _MissingError(Exception):
 
 
 def _rate_at(entry: Entry, place: int) -> float:
-    """The peak rate so many roots of two above that from which an entry begins."""
+    """The peak rate so many factors of the square root of 2 above an entry's first."""
     return entry.rate * 2 ** (place / 2)
 
 

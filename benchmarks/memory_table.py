@@ -8,10 +8,8 @@ is allocated. With `--peak` the peak of the whole training step follows, by what
 
 import dataclasses
 import functools
-import json
 import math
 import pathlib
-import re
 import shlex
 import time
 from collections.abc import Callable
@@ -25,13 +23,13 @@ from flax import nnx
 from tqdm import tqdm
 
 import adapprox_jax
+from benchmarks import record_files
 from benchmarks.contenders import DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from examples.gpt2.model import CONFIGS, GPT, loss
 from examples.opponents.came import came
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"
-MIB = 2**20
 MODELS = ("117M", "345M")
 FIRST_MOMENTS = (0.9, 0.0)
 
@@ -152,7 +150,7 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     for name, tx in optimizers.items():
         state = jax.eval_shape(tx.init, shapes)
         records[name] = {
-            "mib": nbytes(state) / MIB,
+            "mib": nbytes(state) / record_files.MIB,
             "paper_mib": papers.get(name),
             "bytes_a_parameter": nbytes(state) / parameters,
             "bookkeeping_bytes": bookkeeping_nbytes(state),
@@ -184,18 +182,11 @@ def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dic
 
     lowered = jax.jit(step, donate_argnums=(0, 1), keep_unused=True).lower(params, state, tokens)
     start = time.perf_counter()
-    memory = lowered.compile().memory_analysis()
+    compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    peak = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        + memory.temp_size_in_bytes
-        - memory.alias_size_in_bytes
-    )
     return {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / MIB,
-        "temporaries_mib": memory.temp_size_in_bytes / MIB,
-        "peak_mib": peak / MIB,
+        "state_mib": adapprox_jax.state_nbytes(tx, params) / record_files.MIB,
+        **record_files.planned_memory(compiled),
         "compile_seconds": seconds,
     }
 
@@ -236,7 +227,7 @@ def main(
             print(f"{model}, b1 = {b1}")
             print_states(records)
     result = {"command": shlex.join(command), **header, "records": tables}
-    write(folder / "memory_table.json", result)
+    _write(folder / "memory_table.json", result)
     if not peak:
         return {"states": result}
     bar = tqdm(PEAK_ROWS.items(), unit="contender")
@@ -246,15 +237,13 @@ def main(
     print_peaks(peaks)
     command += ["--peak", "--peak-model", peak_model, "--batch", str(batch)]
     peak_result = {"command": shlex.join(command), **header, "records": {peak_model: peaks}}
-    kind = re.sub(r"\W+", "_", device).lower()
-    write(folder / f"memory_peak_{kind}.json", peak_result)
+    kind = record_files.name_of_device(device)
+    _write(folder / f"memory_peak_{kind}.json", peak_result)
     return {"states": result, "peaks": peak_result}
 
 
-def write(path: pathlib.Path, result: dict[str, Any]) -> None:
-    """Writes a record as JSON and says where."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+def _write(path: pathlib.Path, result: dict[str, Any]) -> None:
+    record_files.write(path, result)
     print(f"written: {path}")
 
 

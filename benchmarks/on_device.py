@@ -14,7 +14,7 @@ from typing import Literal
 
 import tyro
 
-from benchmarks.update_speed import file_name
+from benchmarks.record_files import name_of_device
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 _MANY = ("adamw", "adafactor", "adapprox", "adapprox rank 16", "muon", "adapprox_muon")
@@ -86,7 +86,7 @@ def main(seconds: float = 570.0, output: pathlib.Path = RESULTS, cpu: bool = Fal
     if platform == "cpu" and not cpu:
         raise SystemExit("JAX sees no accelerator here; --cpu measures the CPU.")
     output.mkdir(parents=True, exist_ok=True)
-    raise SystemExit(int(run_parts(PARTS, seconds, output, file_name(kind)) > 0))
+    raise SystemExit(int(run_parts(PARTS, seconds, output, name_of_device(kind)) > 0))
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@ Trains the default model of `examples.gpt2.train` with adaptive ranks. Results g
 the same as its `ranks.png`.
 """
 
-import json
 import pathlib
 import tempfile
 from typing import Any
 
 import tyro
 
+from benchmarks import record_files
 from examples.gpt2 import plots, records
 from examples.gpt2.config import Config
 from examples.gpt2.optimizers import AdapproxOptions
@@ -58,8 +58,7 @@ def main(
         "settings": done.settings,
         "rows": kept,
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result) + "\n")
+    record_files.write(output, result, indent=None)
     plots.plot_ranks(kept, output.with_suffix(".png"))
     print(f"written: {output}")
     return result

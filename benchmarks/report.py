@@ -2,7 +2,8 @@
 
 A page has blocks between `<!-- NAME -->` and `<!-- end of NAME -->`; each is replaced by what a
 function of `study_tables` makes of the records, so that no figure of theirs is typed by hand.
-Entries whose runs are not all there are left out and named. The pictures lie beside the records.
+Entries whose runs are not all there are left out of tables and named on the terminal. The pictures
+lie beside the records.
 """
 
 import pathlib

@@ -7,7 +7,6 @@ device-program` set up its compiler. Results go to `results/scale/<model>_<platf
 """
 
 import collections
-import json
 import pathlib
 import shlex
 import time
@@ -23,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import adapprox_jax
+from benchmarks import record_files
 from benchmarks.collectives import collectives_of
-from benchmarks.contenders import DECAY, RATE, adafactor
+from benchmarks.contenders import CONTENDERS, DECAY, RATE
 from benchmarks.h100 import is_available, mesh_of_h100s
 from benchmarks.program_counts import count
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "scale"
-MIB = 2**20
 TENSOR = 8  # devices along the axis that divides within a layer
 
 
@@ -50,20 +49,16 @@ LLAMAS = {
     "70B": Llama(80, 8192, 28_672, 64, 8),
 }
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
-    "adafactor": adafactor,
+    **{name: CONTENDERS[name] for name in ("adamw", "adafactor")},
     "muon": lambda: optax.contrib.muon(
         RATE, weight_decay=DECAY, muon_weight_dimension_numbers=_hidden_numbers
     ),
-    "adapprox": lambda: adapprox_jax.adapprox(RATE, weight_decay=DECAY),
-    "adapprox rank 16": lambda: adapprox_jax.adapprox(RATE, weight_decay=DECAY, max_rank=16),
+    **{name: CONTENDERS[name] for name in ("adapprox", "adapprox rank 16")},
     "adapprox rank 16, 8 bits": lambda: adapprox_jax.adapprox(
         RATE, weight_decay=DECAY, max_rank=16, mu_dtype="int8"
     ),
-    "adapprox_muon": lambda: adapprox_jax.adapprox_muon(RATE, weight_decay=DECAY),
-    "adapprox_muon, 4 bits": lambda: adapprox_jax.adapprox_muon(
-        RATE, weight_decay=DECAY, mu_dtype="int4"
-    ),
+    "adapprox_muon": CONTENDERS["adapprox_muon"],
+    "adapprox_muon, 4 bits": CONTENDERS["adapprox_muon 4 bits"],
 }
 
 
@@ -144,11 +139,11 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
     gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) / TENSOR
     of_state = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return {
-        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / MIB,
-        "temporaries_mib": memory.temp_size_in_bytes / MIB,
+        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / record_files.MIB,
+        "temporaries_mib": memory.temp_size_in_bytes / record_files.MIB,
         "kernels": count(text).kernels,
         "collectives": number,
-        "mib_moved": {kind: nbytes / MIB for kind, nbytes in moved.items()},
+        "mib_moved": {kind: nbytes / record_files.MIB for kind, nbytes in moved.items()},
         "percent_of_gradients": 100 * sum(moved.values()) / gradients,
         "compile_seconds": seconds,
     }
@@ -190,7 +185,6 @@ def main(
     command += ["--devices", *map(str, devices), "--optimizers", *optimizers]
     result: dict[str, Any] = {"command": shlex.join(command), "jax": jax.__version__, "records": {}}
     path = output or RESULTS / f"{model}_{platform}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     wanted = [(name, number) for name in optimizers for number in devices]
     for name, number in tqdm(wanted, unit="program"):
         shape, names = (number // TENSOR, TENSOR), ("fsdp", "tensor")
@@ -201,7 +195,7 @@ def main(
             mesh = mesh_of_h100s(shape, names)
         record = record_of(OPTIMIZERS[name](), parameters(LLAMAS[model], mesh), mesh)
         result["records"].setdefault(name, {})[str(number)] = record
-        path.write_text(json.dumps(result, indent=1) + "\n")
+        record_files.write(path, result)
     print(table_of(result["records"]))
     print(f"written: {path}")
     return result

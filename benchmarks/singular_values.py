@@ -5,7 +5,6 @@ elementwise roots, which Adapprox factors by default. Each spectrum is divided b
 Results go to `results/loss/singular_values.json` and a picture beside it.
 """
 
-import json
 import pathlib
 from typing import Any
 
@@ -16,6 +15,7 @@ import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks import record_files
 from benchmarks.srsi import second_moments
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "loss"
@@ -86,8 +86,7 @@ def main(
         "matrices": {name: list(matrix.shape) for name, matrix in moments[steps[-1]].items()},
         "steps": measure(moments, count),
     }
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result) + "\n")
+    record_files.write(output, result, indent=None)
     print(errors_table(result["steps"]))
     draw(result["steps"], output.with_suffix(".png"))
     print(f"written: {output}")

@@ -7,9 +7,7 @@ Results go to `results/speed/srsi_<device>.json` and a picture beside it.
 """
 
 import functools
-import json
 import pathlib
-import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from tqdm import tqdm
 
 import adapprox_jax
 from adapprox_jax.low_rank import relative_error
+from benchmarks import record_files
 from examples.gpt2 import data as text
 from examples.gpt2.batches import batches
 from examples.gpt2.model import GPT, GPTConfig, loss
@@ -186,10 +185,8 @@ def main(
         "timed_on": list(max(moments.values(), key=lambda matrix: matrix.size).shape),
         "records": measure(moments, ranks, rounds),
     }
-    kind = re.sub(r"\W+", "_", device).lower()
-    path = output or RESULTS / f"srsi_{kind}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    path = output or RESULTS / f"srsi_{record_files.name_of_device(device)}.json"
+    record_files.write(path, result)
     print("| | mean error | seconds | times faster than the SVD |\n| --- | ---: | ---: | ---: |")
     for name, record in result["records"].items():
         print(

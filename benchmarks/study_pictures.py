@@ -19,8 +19,8 @@ from benchmarks.study_results import FIRST, TEXTS, Results, Summary, columns_of
 def draw_bytes(results: Results, path: pathlib.Path) -> None:
     """Draws loss against bytes of state per parameter, every point with its name, a text a column.
 
-    Each column is cut where no loss lies for the longest way. What is far above all others stands
-    at the upper edge, with its loss.
+    Each column is cut at the widest gap between losses. What is far above all others stands at
+    the upper edge, with its loss.
     """
     texts = [text for text in TEXTS if any(where == text for where, _ in results)]
     figure = Figure(figsize=(10 * len(texts), 9))
@@ -141,13 +141,14 @@ def draw_sensitivity(results: Results, path: pathlib.Path) -> None:
             axes.plot(list(tried), list(tried.values()), markersize=4, **style)
         axes.set(xlabel="peak rate", title=text)
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.2g}")
+        ticks = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05]
+        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     _finish(figure, all_axes, path)
 
 
 def _figure_of_texts(results: Results) -> tuple[Figure, dict[str, Axes]]:
     texts = [text for text in TEXTS if any(where == text for where, _ in results)]
-    figure = Figure(figsize=(6 * len(texts) + 4, 6))
+    figure = Figure(figsize=(6 * len(texts) + 4, 6), layout="constrained")
     axes = {text: figure.add_subplot(1, len(texts), place) for place, text in enumerate(texts, 1)}
     return figure, axes
 
@@ -157,8 +158,9 @@ def _drawn(
 ) -> Iterator[tuple[Summary, dict[str, Any]]]:
     """What is known on a text: ours as circles, opponents as squares, the second ten empty."""
     for group, marker, line in (("ours", "o", "-"), ("opponents", "s", "--")):
-        for number, label in enumerate(GROUPS[group]):
-            if (text, label) in results and (labels is None or label in labels):
+        wanted = [x for x in GROUPS[group] if labels is None or x in labels]
+        for number, label in enumerate(wanted):
+            if (text, label) in results:
                 fill = "full" if number < 10 else "none"
                 style = {"marker": marker, "linestyle": line, "fillstyle": fill}
                 yield results[text, label], {**style, "color": f"C{number % 10}", "label": label}
@@ -169,12 +171,9 @@ def _finish(figure: Figure, all_axes: dict[str, Axes], path: pathlib.Path) -> No
     for axes in all_axes.values():
         axes.grid(alpha=0.3)
         handles |= dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
-    first, *_, last = [*all_axes.values(), *all_axes.values()]
-    first.set_ylabel("validation loss (nats per token)")
-    if handles:
-        place = {"loc": "center left", "bbox_to_anchor": (1.15, 0.5), "fontsize": "small"}
-        last.legend(handles.values(), handles.keys(), **place)
-    figure.tight_layout()
+    for axes in itertools.islice(all_axes.values(), 1):
+        axes.set_ylabel("validation loss (nats per token)")
+    figure.legend(handles.values(), handles.keys(), loc="outside right center", fontsize="small")
     figure.savefig(path, dpi=130)
 
 

@@ -35,7 +35,7 @@ class Summary(NamedTuple):
     rate: float
     losses: dict[int, float]  # by seed, at the best rate; infinite where one diverged
     tried: dict[float, list[float]]  # by rate, of the first seeds
-    finer: bool  # whether rates were tried by factors of the root of two
+    finer: bool  # whether rates were tried by factors of the square root of 2
     bytes_a_parameter: float  # NaN where all runs diverged
     curves: list[list[tuple[int, float]]]
 
@@ -60,12 +60,6 @@ def difference(one: Summary, other: Summary) -> tuple[float, float | None, int]:
     if not differences or not all(map(math.isfinite, differences)):
         return math.nan, None, len(seeds)
     return statistics.mean(differences), standard_error(differences), len(seeds)
-
-
-def without_first_seed(one: Summary) -> Summary:
-    """A summary less the seed that its rate was chosen with."""
-    first = min(one.losses)
-    return one._replace(losses={seed: x for seed, x in one.losses.items() if seed != first})
 
 
 def summarize(rows: list[dict[str, Any]]) -> Results:
@@ -140,12 +134,11 @@ def texts(rows: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def lowest(results: Results, text: str, labels: Iterable[str]) -> str | None:
-    """The label with the least mean loss on a text, over the seeds that all of them have."""
+    """The label with the least mean loss on a text, of those that ran with the most seeds."""
     known = {label: results[text, label] for label in labels if (text, label) in results}
-    if not known:
-        return None
-    seeds = set.intersection(*(set(one.losses) for one in known.values()))
-    return min(known, key=lambda label: statistics.mean(known[label].losses[x] for x in seeds))
+    most = max((len(one.losses) for one in known.values()), default=0)
+    whole = [label for label, one in known.items() if len(one.losses) == most]
+    return min(whole, key=lambda label: known[label].mean, default=None)
 
 
 def best_adamw(results: Results, text: str) -> str | None:

@@ -3,14 +3,12 @@
 All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
 slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
 A cycle has `rank_interval` steps, those that choose ranks included. Memory is what the compiler
-plans (`memory_analysis`). Results go to `results/speed/update_speed_<models>_<device>.json`
-and a picture beside it.
+plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after what was timed, and
+a picture beside it.
 """
 
 import dataclasses
-import json
 import pathlib
-import re
 import shlex
 import statistics
 import time
@@ -26,12 +24,12 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
+from benchmarks import record_files
 from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import gradients_like, parameter_shapes, random_like
 from examples.gpt2.model import CONFIGS, GPT, loss
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
-MIB = 2**20
 
 
 @dataclasses.dataclass
@@ -109,17 +107,9 @@ def compiled_runner(
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
     record = {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / MIB,
-        "temporaries_mib": memory.temp_size_in_bytes / MIB,
-        "peak_mib": (
-            memory.argument_size_in_bytes
-            + memory.output_size_in_bytes
-            - memory.alias_size_in_bytes
-            + memory.temp_size_in_bytes
-        )
-        / MIB,
+        "state_mib": adapprox_jax.state_nbytes(tx, params) / record_files.MIB,
+        **record_files.planned_memory(compiled),
         "compile_seconds": seconds,
     }
     return Runner(name, model, compiled, state, operands, record)
@@ -232,21 +222,15 @@ def main(
             model: {r.name: r.record for r in runners if r.model == model} for model in models
         },
     }
-    kind = file_name(device)
+    kind = record_files.name_of_device(device)
     path = output or RESULTS / f"{what}_{'_'.join(models)}_{kind}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
+    record_files.write(path, result)
     for model, records in result["records"].items():
         print(f"{model}, {device}")
         print_table(records)
     draw(result["records"], device, path.with_suffix(".png"))
     print(f"written: {path}")
     return result
-
-
-def file_name(device: str) -> str:
-    """The name of a device as a part of a file's."""
-    return re.sub(r"\W+", "_", device).lower()
 
 
 def print_table(records: dict[str, dict[str, Any]]) -> None:
