@@ -1,5 +1,6 @@
 """The root mean square of each matrix: clipped as in the paper, or set."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,8 @@ def clip_by_matrix_rms(
     """Scales each matrix of each leaf down to a root mean square of at most `threshold`.
 
     On leaves that are no stack of matrices this is `optax.clip_by_block_rms`; in a stack each
-    matrix is clipped as it would be by itself.
+    matrix is clipped as it would be by itself. Squares are taken as they are: entries above 1e19
+    overflow.
 
     Args:
       threshold: The paper's d, above 0.
@@ -58,6 +60,8 @@ def scale_to_matrix_rms(
     target: jax.typing.ArrayLike, weight_dimension_numbers: WeightDimensionNumbers = None
 ) -> optax.GradientTransformation:
     """Scales each matrix of each leaf, up or down, to a root mean square of `target`.
+
+    Squares are taken as they are: entries above 1e19 overflow, and those below 1e-19 count as zero.
 
     Args:
       target: Above 0.
@@ -125,6 +129,11 @@ def _mean_squares(leaves: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]) 
     return [
         (of_whole[i] / x.size).reshape((1,) * x.ndim)
         if i in of_whole
-        else jnp.mean(jnp.square(x), axis=axes[i], keepdims=True)
+        else jnp.sum(jnp.square(x), axis=axes[i], keepdims=True) / _count(x.shape, axes[i])
         for i, x in enumerate(leaves)
     ]
+
+
+def _count(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """How many numbers a sum over some axes has; 1 where there are none."""
+    return max(math.prod(shape[axis] for axis in axes), 1)

@@ -23,7 +23,6 @@ from adapprox_jax.matrix_view import (
     view_shape,
 )
 from adapprox_jax.momentum import GuidedEmaState, stored_average
-from adapprox_jax.neurons import ScaleByNeuronMomentState
 from adapprox_jax.random_start import require_key
 from adapprox_jax.sharding import with_automatic_axes
 from adapprox_jax.state import (
@@ -40,6 +39,7 @@ from adapprox_jax.validation import (
     require_flag,
     require_transformation,
 )
+from adapprox_jax.weight_decay import CautiousWeightDecayState
 
 
 def from_adam(
@@ -61,9 +61,10 @@ def from_adam(
     The second moment is factored by S-RSI at the full width of the buffers. The first moment is an
     average of gradients in Adam and of clipped updates here: it becomes Adam's last update,
     clipped. Of the hidden matrices of `adapprox_muon` it becomes the average as it is, and the
-    second moment of directions, which Adam does not know, begins anew. Step counts, those of
-    schedules too, go on from Adam's; what wrappers keep beside them, such as the gradients that
-    `optax.MultiSteps` gathers, begins anew. What `tx` was made with cannot be read from it: give
+    second moment of directions, which Adam does not know, begins anew. An Adam within `tx`, of other
+    leaves, goes on as it is. Step counts, those of schedules too, go on from Adam's; what else
+    wrappers and other transformations keep, such as the gradients that `optax.MultiSteps` gathers,
+    begins anew. What `tx` was made with cannot be read from it: give
     `approximate` and the rest again where they are not the defaults.
 
     Args:
@@ -155,10 +156,13 @@ def from_adam(
             )
         if isinstance(of, ScaleByAdapproxState):
             return second_moment(of)
+        if isinstance(of, optax.ScaleByAdamState):
+            mu, nu = (_masked_as(of.mu, moment) for moment in (adam.mu, adam.nu))
+            return of._replace(mu=optax.tree.cast_like(mu, of.mu), nu=nu)
         return first_moment(of) if isinstance(of, GuidedEmaState) else of
 
     def is_converted(node: Any) -> bool:
-        return isinstance(node, ScaleByAdapproxState | GuidedEmaState | HiddenFirstState)
+        return isinstance(node, _CONVERTED)
 
     if not adapprox_states(state):
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
@@ -169,20 +173,29 @@ def from_adam(
 def _set_counts(state: Any, count: jax.Array) -> Any:
     """A state whose counts of steps, those of schedules too, are `count`.
 
-    Averages and factors are left alone: a parameter, too, may be called "count".
+    What others call a count may be of something else, as that of `reduce_on_plateau` is.
     """
 
-    def is_ours(x: Any) -> bool:
-        return isinstance(x, ScaleByAdapproxState | GuidedEmaState | ScaleByNeuronMomentState)
+    def one(node: Any) -> Any:
+        if not isinstance(node, _COUNTING):
+            return node
+        fields = {name: _set_counts(getattr(node, name), count) for name in node._fields}
+        return node._replace(**{**fields, "count": jnp.asarray(count, node.count.dtype)})
 
-    def one(path: Any, node: Any) -> Any:
-        if is_ours(node):
-            has_count = isinstance(node, ScaleByAdapproxState)
-            return node._replace(count=count) if has_count else node
-        name = path[-1].name if path and isinstance(path[-1], jax.tree_util.GetAttrKey) else ""
-        return count if name == "count" else node
+    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, _COUNTING))
 
-    return jax.tree_util.tree_map_with_path(one, state, is_leaf=is_ours)
+
+_CONVERTED = (ScaleByAdapproxState, GuidedEmaState, HiddenFirstState, optax.ScaleByAdamState)
+_COUNTING: tuple[Any, ...] = (
+    ScaleByAdapproxState,
+    optax.ScaleByAdamState,
+    optax.ScaleByScheduleState,
+    optax.InjectStatefulHyperparamsState,
+    CautiousWeightDecayState,
+    # These two Optax does not name in public.
+    type(optax.schedules.WrappedSchedule(lambda step: step).init()),
+    type(optax.add_decayed_weights(lambda step: step).init(())),
+)
 
 
 def _check_shapes(adam: optax.ScaleByAdamState, params: optax.Params) -> None:

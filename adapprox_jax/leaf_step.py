@@ -12,10 +12,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from adapprox_jax.approximation import APPROXIMATIONS, average_of_moments
-from adapprox_jax.matrix_step import divide_by_root, step_matrix
+from adapprox_jax.matrix_step import divide_by_root, step_matrix, within_range
 from adapprox_jax.matrix_view import (
     MatrixView,
     from_matrices,
@@ -174,13 +173,9 @@ def step_leaf(
 def step_dense(
     scalars: StepScalars, grad: jax.Array, state: LeafState
 ) -> tuple[jax.Array, LeafState]:
-    """One step for a leaf that keeps its second moment as it is.
-
-    The second moment of finite gradients ends at the largest number: an infinite one would never
-    fall again, and `optax.apply_if_finite`, which looks at gradients alone, would not see it.
-    """
+    """One step for a leaf that keeps its second moment as it is."""
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
     nu = average_of_moments(state.nu, wide, scalars.b2)
-    nu = jnp.where(jnp.isfinite(wide), jnp.minimum(nu, float(np.finfo(nu.dtype).max)), nu)
+    nu = jnp.where(jnp.isfinite(wide), within_range(nu, nu.dtype), nu)
     scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))

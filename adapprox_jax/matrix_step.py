@@ -79,7 +79,7 @@ def step_matrix(
     )
     decay = settings.approximation.drift_decay(scalars.b2)
     drift = accumulate_drift(drift, factors.error, moment.target_scale * norm, decay)
-    new_u = (factors.u * moment.target_scale).astype(u.dtype)
+    new_u = within_range(factors.u * moment.target_scale, u.dtype).astype(u.dtype)
     return scaled, state._replace(**factors._replace(u=new_u)._asdict(), drift=drift)
 
 
@@ -255,8 +255,19 @@ def accumulate_drift(
       norm: ||q u^T||, from which with xi follows ||target - q u^T||: the two are orthogonal.
       decay: How averaging shrinks a distance: b2, of the root its root.
     """
+    norm = within_range(norm, drift.dtype)
     left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
-    return (drift * decay + left_out).astype(drift.dtype)
+    return within_range(drift * decay + left_out, drift.dtype).astype(drift.dtype)
+
+
+def within_range(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Numbers, none beyond the largest of a type; NaN stays.
+
+    An infinite second moment of finite gradients would never fall again, and
+    `optax.apply_if_finite`, which looks at gradients alone, would not see it.
+    """
+    largest = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -largest, largest)
 
 
 def rounding_bits(

@@ -128,9 +128,7 @@ def guided_ema(
                 " with another mu_dtype?"
             )
         no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
-        # A state from before codes were rounded stochastically has no step.
-        last = jnp.zeros([], jnp.int32) if isinstance(state.step, tuple) else state.step
-        step = () if bits is None and not nesterov else optax.safe_increment(last)
+        step = () if bits is None and not nesterov else optax.safe_increment(state.step)
         results = jax.tree_util.tree_map_with_path(
             partial(
                 _average_leaf, b1=b1, bits=bits, rounding=rounding, step=step, nesterov=nesterov
@@ -232,16 +230,17 @@ def _average_leaf(
     dtype = jnp.promote_types(given.dtype, jnp.float32)
     if bits is None or not _is_coded(scale):
         _check_shape(path, given, kept.shape, kept.shape == given.shape)
-        average = b1 * kept.astype(dtype) + (1 - b1) * given
-        emitted = _look_ahead(average, given, b1, step) if nesterov else average
+        wide = given.astype(dtype)
+        average = jnp.asarray(b1 * kept.astype(dtype) + (1 - b1) * wide)
+        emitted = _look_ahead(average, wide, b1, step) if nesterov else average
         return rebox(update, emitted), rebox(mu, average.astype(kept.dtype)), scale
 
     def coded(
         given: jax.Array, kept: jax.Array, scales: jax.Array, step: jax.Array, bits: int = bits
     ) -> tuple[jax.Array, ...]:
-        previous = dequantize(kept, scales, given.shape[-1]).astype(dtype)
-        average = jnp.asarray(b1 * previous + (1 - b1) * given)
-        emitted = _look_ahead(average, given, b1, step) if nesterov else average
+        previous, wide = dequantize(kept, scales, given.shape[-1]), given.astype(dtype)
+        average = jnp.asarray(b1 * previous.astype(dtype) + (1 - b1) * wide)
+        emitted = _look_ahead(average, wide, b1, step) if nesterov else average
         noise = uniform_noise(given.shape, step) if rounding == "stochastic" else None
         return emitted, *quantize(average, bits, noise)
 
@@ -266,8 +265,9 @@ def _look_ahead(
     average: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
 ) -> jax.Array:
     """What Nesterov's momentum emits in place of the average, corrected for its start in zero."""
-    older, newer = b1 / (1 - b1 ** (step + 1)), (1 - b1) / (1 - b1**step)
-    return jnp.asarray(older * average + newer * update.astype(average.dtype))
+    power = b1**step
+    older, newer = b1 / (1 - b1 * power), (1 - b1) / (1 - power)
+    return jnp.asarray(older * average + newer * update)
 
 
 def _check_shape(path: Any, given: jax.Array, expected: Any, fits: bool) -> None:

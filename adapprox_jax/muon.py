@@ -28,7 +28,7 @@ def adapprox_muon(
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay: jax.typing.ArrayLike = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     orthogonalized: Selection = None,
@@ -71,7 +71,8 @@ def adapprox_muon(
       eps_root: Added under the root, at least 0.
       mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
         Of hidden matrices they are rounded to the nearest.
-      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
+      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
+        a schedule.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       orthogonalized: Which leaves are hidden matrices: a tree of booleans, or a function from the
         parameters, and at updates from the gradients, to it; None for `hidden_matrices`.

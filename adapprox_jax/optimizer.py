@@ -41,7 +41,7 @@ def adapprox(
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
     mu_dtype: jax.typing.DTypeLike | None = None,
-    weight_decay: jax.typing.ArrayLike = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
@@ -81,7 +81,8 @@ def adapprox(
       eps_root: Added under the root, at least 0.
       mu_dtype: Type of the running average; None for that of the parameters, int8, "int5" or int4
         for codes with scales (see `guided_ema`).
-      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0.
+      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
+        a schedule.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
       clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
         for no clipping, which needs `bias_correction`, or a b2 that is a function and begins at 0.

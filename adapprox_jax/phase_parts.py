@@ -11,7 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.low_rank import mask_columns, normalize, power_of_two_below
-from adapprox_jax.matrix_step import accumulate_drift, divide_by_root, rounding_bits, unit_scale
+from adapprox_jax.matrix_step import (
+    accumulate_drift,
+    divide_by_root,
+    rounding_bits,
+    unit_scale,
+    within_range,
+)
 from adapprox_jax.products import column_energies, contract, contract_in_parts, fused_outer
 from adapprox_jax.quantization import in_blocks
 from adapprox_jax.random_start import start_columns, warm_start
@@ -214,7 +220,7 @@ def new_state(
     take their memory, and would have to be copied there.
     """
     q, u = factors
-    u = u * plan.settings.approximation.of_scale(of.scale)
+    u = within_range(u * plan.settings.approximation.of_scale(of.scale), of.state.u.dtype)
     new = LeafState(q, u, rank, errors.error, errors.drift, ())
     return jax.tree.map(
         lambda x, last: jnp.where(errors.false_once_known, 0, x).astype(last.dtype), new, of.state

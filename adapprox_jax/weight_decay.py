@@ -1,6 +1,6 @@
 """Decoupled weight decay, plain or cautious, and the learning rate: the end of an optimizer."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +8,18 @@ import numpy as np
 import optax
 
 from adapprox_jax.boxes import is_box, rebox, unbox
-from adapprox_jax.validation import require, require_flag
+from adapprox_jax.tree_checks import check_state
+from adapprox_jax.validation import at_step, require, require_flag, require_or_schedule
+
+
+class CautiousWeightDecayState(NamedTuple):
+    """State of `add_cautious_weight_decay` with a schedule."""
+
+    count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
 
 
 def add_cautious_weight_decay(
-    weight_decay: jax.typing.ArrayLike = 1e-4, mask: Any = None
+    weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Any = None
 ) -> optax.GradientTransformation:
     """`optax.add_decayed_weights` where update and parameter agree in sign, and nothing elsewhere.
 
@@ -20,11 +27,12 @@ def add_cautious_weight_decay(
     where it does not, the decay would work against it.
 
     Args:
-      weight_decay: Multiple of the parameters that is added, at least 0.
+      weight_decay: Multiple of the parameters that is added, at least 0, or a schedule of it.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
 
     Returns:
-      An `optax.GradientTransformation` whose update needs the parameters.
+      An `optax.GradientTransformation` whose update needs the parameters, with state
+      `CautiousWeightDecayState` where there is a schedule, and else without.
 
     Raises:
       ValueError: weight_decay is out of range, or, from `update`, parameters are not given.
@@ -39,27 +47,39 @@ def add_cautious_weight_decay(
 
     Source: "Cautious Weight Decay" (2510.12402).
     """
-    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    _require_decay(weight_decay)
 
-    def decayed(update: Any, param: Any) -> Any:
-        x, w = unbox(update), unbox(param)
-        agree = jnp.sign(x) * jnp.sign(w) >= 0
-        return rebox(update, x + jnp.where(agree, weight_decay * w, 0).astype(x.dtype))
+    def init(params: optax.Params) -> optax.OptState:
+        del params
+        if callable(weight_decay):
+            return CautiousWeightDecayState(jnp.zeros([], jnp.int32))
+        return optax.EmptyState()
 
     def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         if params is None:
             raise ValueError("params is None; allowed: the parameters, of which a part is added.")
+        multiple: Any = weight_decay
+        if callable(weight_decay):
+            check_state(state, CautiousWeightDecayState, "add_cautious_weight_decay")
+            multiple = at_step("weight_decay", weight_decay, state.count)
+            state = CautiousWeightDecayState(optax.safe_increment(state.count))
+
+        def decayed(update: Any, param: Any) -> Any:
+            x, w = unbox(update), unbox(param)
+            agree = jnp.sign(x) * jnp.sign(w) >= 0
+            return rebox(update, x + jnp.where(agree, multiple * w, 0).astype(x.dtype))
+
         return jax.tree.map(decayed, updates, params, is_leaf=is_box), state
 
-    decay = optax.GradientTransformation(optax.init_empty_state, update)
+    decay = optax.GradientTransformation(init, update)
     return decay if mask is None else optax.masked(decay, mask)
 
 
 def decay_and_rate(
     learning_rate: optax.ScalarOrSchedule,
-    weight_decay: jax.typing.ArrayLike,
+    weight_decay: optax.ScalarOrSchedule,
     mask: Any,
     cautious: bool,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
@@ -67,7 +87,12 @@ def decay_and_rate(
     if not callable(learning_rate):
         allowed = "a number or a schedule"
         require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
-    require("weight_decay", weight_decay, lambda x: x >= 0, "a number of at least 0")
+    _require_decay(weight_decay)
     require_flag("cautious_weight_decay", cautious)
     add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
     return add(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+
+
+def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:
+    allowed = "a number of at least 0, or a schedule"
+    require_or_schedule("weight_decay", weight_decay, lambda x: x >= 0, allowed)

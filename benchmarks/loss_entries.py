@@ -144,9 +144,12 @@ def _ours() -> dict[str, Entry]:
         "adapprox": _adapprox(0.999, 5, finer=True),
         "adapprox, 8 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int8"),
         "adapprox, 4 bits": _adapprox(0.999, 5, finer=True, mu_dtype="int4"),
-        f"adapprox, 4 bits, {FASTER_ELSEWHERE}": _adapprox(
-            0.999, 5, finer=True, mu_dtype="int4", rate_elsewhere=8.0
-        ),
+        **{
+            f"adapprox, 4 bits{words}, {FASTER_ELSEWHERE}": _adapprox(
+                b2, 5, finer=True, mu_dtype="int4", rate_elsewhere=8.0
+            )
+            for words, b2 in (("", 0.999), (", b2 1 - t^-0.8", None))
+        },
         "adapprox_muon": _tuned_muon(seeds=5, finer=True),
         "adapprox_muon, rank 8": _tuned_muon(seeds=5, finer=True, second_moment=True),
         "adapprox_muon, 8 bits": _tuned_muon("int8"),

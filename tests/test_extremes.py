@@ -133,17 +133,23 @@ def test_clipping_scales_down_to_its_threshold():
     "optimizer",
     [
         adapprox_jax.adapprox,
+        functools.partial(adapprox_jax.adapprox, approximate="moment"),
         adapprox_jax.adapprox_muon,
         functools.partial(adapprox_jax.adapprox_muon, second_moment=True),
     ],
-    ids=["adapprox", "adapprox_muon", "adapprox_muon with factors"],
+    ids=["adapprox", "adapprox of V itself", "adapprox_muon", "adapprox_muon with factors"],
 )
-@pytest.mark.parametrize("sizes", [(0, 1e36, 0), (1, 1e18, 1e36)], ids=str)
-def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(optimizer, sizes):
+@pytest.mark.parametrize("sizes", [(0, 1e36, 0), (1, 1e18, 1e36), (1e22, 1, 1)], ids=str)
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(
+    optimizer, sizes, accelerator, request
+):
     """As long as none is much more than 1e18 times as large as all before it (`unit_scale`).
 
     Of matrices with factors, and of vectors and small matrices without.
     """
+    if accelerator:
+        request.getfixturevalue("in_phases")()
     tx = optimizer(1e-2, max_rank=4, min_dim_size_to_factor=8)
     params = {"kernel": SCALES, "small": SCALES[:4, :4], "bias": SCALES[0]}
     state, update = tx.init(params), jax.jit(tx.update)

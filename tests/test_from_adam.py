@@ -176,6 +176,56 @@ def test_states_can_be_donated_and_parameters_may_be_called_count():
     assert adam_state[0].nu["b"].shape == (96,)  # neither was given away
 
 
+def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam, adams_next):
+    params, state, _, loss = with_adam
+    parts = {"matrix": adapprox_jax.adapprox(RATE), "rest": optax.adamw(RATE)}
+    labels = {"hidden": "matrix", "stack": "matrix", "out": "rest", "bias": "rest"}
+    tx = optax.partition(parts, labels)
+    new = from_adam(tx, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(tx.init(params))
+    rest = new.inner_states["rest"].inner_state[0]
+    assert int(rest.count) == 150
+    for name in ("out", "bias"):
+        for field in ("mu", "nu"):
+            actual, expected = getattr(rest, field)[name], getattr(state[0], field)[name]
+            np.testing.assert_array_equal(actual, expected)
+    updates = step_of(tx, loss)(params, new, 150)[3]
+    for name in ("out", "bias"):
+        np.testing.assert_array_equal(updates[name], adams_next[1][name])
+
+
+def test_counts_of_other_things_begin_anew():
+    """Those of schedules go on, wherever they are."""
+    params = {"kernel": jnp.ones((64, 96))}
+    adam, schedule = optax.adam(RATE), optax.constant_schedule(RATE)
+    _, adam_state = adam.update(params, adam.init(params))
+    make = optax.inject_hyperparams(
+        adapprox_jax.adapprox, static_args=(*adapprox_jax.STATIC_ARGS, "weight_decay")
+    )
+    for name, tx, wanted in [
+        ("schedule", adapprox_jax.adapprox(schedule), [1, 1]),
+        ("injected", make(schedule), [1, 1, 1]),
+        ("decay", adapprox_jax.adapprox(RATE, weight_decay=schedule), [1, 1]),
+        (
+            "cautious",
+            adapprox_jax.adapprox(RATE, weight_decay=schedule, cautious_weight_decay=True),
+            [1, 1],
+        ),
+        ("momentum", optax.chain(adapprox_jax.adapprox(RATE), optax.ema(0.9)), [0, 1]),
+        (
+            "plateau",
+            optax.chain(adapprox_jax.adapprox(RATE), optax.contrib.reduce_on_plateau()),
+            [0, 1],
+        ),
+    ]:
+        state = from_adam(tx, adam_state, params)
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(params)), name
+        counts = [int(x) for _, x in optax.tree.get_all_with_path(state, "count")]
+        assert sorted(counts) == wanted, name
+        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+        assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), tx.init(params)), name
+
+
 def test_by_neurons_too():
     """Whatever the parameters are called."""
 
@@ -185,7 +235,7 @@ def test_by_neurons_too():
     params = Params(jnp.ones((64, 96)))
     adam = optax.adam(RATE)
     _, adam_state = adam.update(params, adam.init(params))
-    tx = adapprox_jax.adapprox_muon(RATE)
+    tx = optax.chain(adapprox_jax.adapprox_muon(RATE), optax.ema(0.9))
     state = from_adam(tx, adam_state, params)
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tx.init(params))
     updates, _ = jax.jit(tx.update)(params, state, params)

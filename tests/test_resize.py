@@ -90,6 +90,18 @@ def test_a_fixed_rank_follows_its_buffers():
     assert {int(np.max(info.rank)) for info in rank_report(wide, PARAMS).values()} == {12}
 
 
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_new_columns_of_a_fixed_rank_are_of_use_at_once(accelerator, request):
+    if accelerator:
+        request.getfixturevalue("in_phases")()
+    _, state = trained("fixed")
+    tx = adapprox_jax.adapprox(1e-2, max_rank=12)
+    _, wide = jax.jit(tx.update)(gradients(7), resize(state, 12), PARAMS)
+    for name in ("kernel", "stack"):
+        np.testing.assert_allclose(np.linalg.norm(wide[0].q[name], axis=-2), 1, atol=1e-3)
+        assert np.all(np.linalg.norm(wide[0].u[name], axis=-2) > 0)
+
+
 def test_there_and_back():
     _, state = trained("adaptive")
     jax.tree.map(np.testing.assert_array_equal, resize(resize(state, 32), 16), state)

@@ -65,6 +65,28 @@ def test_in_the_optimizers_it_takes_the_place_of_the_plain_decay(make):
     np.testing.assert_allclose(cautious, jnp.where(agree, plain, without), rtol=1e-6)
 
 
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+def test_a_schedule_of_the_decay_is_followed(make, cautious):
+    """As `optax.adamw` follows one: the first update takes what it gives for 0."""
+    params = {"mlp": jnp.ones((64, 80))}
+    grads = {"mlp": jax.random.normal(jax.random.key(0), (64, 80))}
+
+    def updates_with(decay):
+        tx = make(1.0, weight_decay=decay, cautious_weight_decay=cautious)
+        state, results = tx.init(params), []
+        for _ in range(3):
+            update, state = jax.jit(tx.update)(grads, state, params)
+            results.append(update["mlp"])
+        return results
+
+    scheduled = updates_with(optax.linear_schedule(0.5, 0.0, 2))
+    for actual, decay, step in zip(scheduled, (0.5, 0.25, 0.0), range(3), strict=True):
+        np.testing.assert_allclose(actual, updates_with(decay)[step], rtol=1e-6)
+    with pytest.raises(ValueError, match="weight_decay is .*; allowed: a number of at least 0, or"):
+        make(1.0, weight_decay=lambda: 0.1)
+
+
 def test_parameters_are_needed_and_decay_is_not_negative():
     with pytest.raises(ValueError, match="weight_decay is -1; allowed: a number of at least 0"):
         adapprox_jax.add_cautious_weight_decay(-1)
