@@ -1,7 +1,5 @@
 """Adapprox for JAX and Optax: Adam with an adaptive low-rank second moment."""
 
-from importlib.metadata import version
-
 from adapprox_jax.clipping import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.from_adam import from_adam
 from adapprox_jax.growth import sampling_threshold, sigmoid_growth
@@ -23,7 +21,7 @@ from adapprox_jax.state import ScaleByAdapproxState
 from adapprox_jax.state_shardings import state_shardings
 from adapprox_jax.weight_decay import add_cautious_weight_decay
 
-__version__ = version("adapprox_jax")
+__version__ = "0.1.0"
 
 __all__ = [
     "MUON_STATIC_ARGS",

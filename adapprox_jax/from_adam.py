@@ -61,10 +61,10 @@ def from_adam(
     The second moment is factored by S-RSI at the full width of the buffers. The first moment is an
     average of gradients in Adam and of clipped updates here: it becomes Adam's last update,
     clipped. Of the hidden matrices of `adapprox_muon` it becomes the average as it is, and the
-    second moment of directions, which Adam does not know, begins anew. An Adam within `tx`, of other
-    leaves, goes on as it is. Step counts, those of schedules too, go on from Adam's; what else
-    wrappers and other transformations keep, such as the gradients that `optax.MultiSteps` gathers,
-    begins anew. What `tx` was made with cannot be read from it: give
+    second moment of directions, which Adam does not know, begins anew. An Adam within `tx`, of
+    other leaves, goes on as it is. Step counts, those of schedules too, go on from Adam's; what
+    else wrappers and other transformations keep, such as the gradients that `optax.MultiSteps`
+    gathers, begins anew. What `tx` was made with cannot be read from it: give
     `approximate` and the rest again where they are not the defaults.
 
     Args:

@@ -28,7 +28,8 @@ def hidden_first(
 ) -> optax.GradientTransformation:
     """`optax.partition` of two that are worked on one after the other.
 
-    What both need in between is then never in memory at once.
+    What both need in between is then not in memory at once. The second waits for second moments of
+    the first, by neurons or in factors; without any it does not.
 
     Args:
       hidden: Of the leaves that are chosen.

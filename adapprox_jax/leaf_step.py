@@ -1,6 +1,6 @@
 """One step of `scale_by_adapprox` for leaves: of their matrices, or of their dense moments.
 
-The one place where CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
+Here CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
 leaves go one after the other, each in full, with branches for what is not needed. On accelerators
 they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: then the sums over
 devices of a phase are done for all leaves at once. Adaptive ranks start otherwise in phases; on a
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.approximation import APPROXIMATIONS, average_of_moments
+from adapprox_jax.by_platform import by_platform
 from adapprox_jax.matrix_step import divide_by_root, step_matrix, within_range
 from adapprox_jax.matrix_view import (
     MatrixView,
@@ -56,11 +57,10 @@ def step_leaves(
     widths = [state.q.shape[-1] for state in states if state.is_factored]
     if devices_in_use() > 1 and all(settings.rank.is_fixed(width) for width in widths):
         return in_phases(*operands)
-    arrays = jax.tree.leaves(operands)
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return jax.lax.platform_dependent(*operands, cpu=in_turn, default=in_phases)
-    platforms = {d.platform for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
-    return in_turn(*operands) if platforms <= {"cpu"} else in_phases(*operands)
+    results: list[tuple[jax.Array, LeafState]] = by_platform(
+        *operands, cpu=in_turn, default=in_phases
+    )
+    return results
 
 
 def step_in_turn(

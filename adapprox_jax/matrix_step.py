@@ -266,7 +266,7 @@ def within_range(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     An infinite second moment of finite gradients would never fall again, and
     `optax.apply_if_finite`, which looks at gradients alone, would not see it.
     """
-    largest = float(jnp.finfo(dtype).max)
+    largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
     return jnp.clip(x, -largest, largest)
 
 

@@ -109,7 +109,7 @@ def adapprox_muon(
 
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` give
-      `static_args=MUON_STATIC_ARGS`.
+      `static_args=MUON_STATIC_ARGS`, and of bfloat16 parameters `hyperparam_dtype=jnp.float32`.
 
     Raises:
       ValueError: an argument is out of range.

@@ -17,8 +17,8 @@ from adapprox_jax.matrix_view import (
     resolve_dimension_numbers,
 )
 from adapprox_jax.sharding import full_along
-from adapprox_jax.tree_checks import check_state, check_trees, check_types
-from adapprox_jax.validation import require
+from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
+from adapprox_jax.validation import require, require_precise
 
 
 class ScaleByNeuronMomentState(NamedTuple):
@@ -39,6 +39,8 @@ def scale_by_neuron_moment(
     outputs come first. Of a kernel (heads, size, outputs) or of a convolution the default view is
     of a matrix a head or place, with a number for each output of each. A leaf without matrices is
     divided entry by entry. Made for directions, with entries of size one: squares may overflow.
+    There is no bias correction, so that the first updates are 1 / sqrt(1 - b2) in size: set the
+    size after it, as `scale_to_matrix_rms` does.
 
     Args:
       b2: Decay of the averages, in [0, 1).
@@ -49,7 +51,7 @@ def scale_by_neuron_moment(
       An `optax.GradientTransformation` with state `ScaleByNeuronMomentState`.
 
     Raises:
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or, from `update`, the state is of other leaves.
 
     Example:
       >>> import jax.numpy as jnp, adapprox_jax
@@ -60,6 +62,7 @@ def scale_by_neuron_moment(
 
     Source: NorMuon (2510.05491), the second moment of its directions.
     """
+    require_precise("b2", b2)
     require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     check_dimension_numbers(weight_dimension_numbers)
@@ -68,8 +71,8 @@ def scale_by_neuron_moment(
         leaf = unbox(param)
         rows = _inputs(leaf.shape, numbers)
         axes = [None if axis in rows else axis for axis in range(leaf.ndim)]
-        shape = tuple(1 if axis in rows else size for axis, size in enumerate(leaf.shape))
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
+        shape = _shape_of_means(leaf.shape, rows)
+        dtype = jnp.promote_types(jax.dtypes.canonicalize_dtype(leaf.dtype), jnp.float32)
         return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
 
     def init(params: optax.Params) -> ScaleByNeuronMomentState:
@@ -82,12 +85,19 @@ def scale_by_neuron_moment(
     ) -> tuple[optax.Updates, ScaleByNeuronMomentState]:
         del params
         check_state(state, ScaleByNeuronMomentState, "scale_by_neuron_moment")
+        check_types(updates, "update")
         check_trees(updates, state.nu)
         numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
 
-        def average(update: Any, nu: Any, of_leaf: Any) -> Any:
+        def average(path: Any, update: Any, nu: Any, of_leaf: Any) -> Any:
             leaf, kept = unbox(update), unbox(nu)
             inputs = _inputs(leaf.shape, of_leaf)
+            if kept.shape != _shape_of_means(leaf.shape, inputs):
+                raise ValueError(
+                    f"{leaf_name(path)}: the update of shape {leaf.shape} has means of shape"
+                    f" {_shape_of_means(leaf.shape, inputs)}; the state has {kept.shape}. Was it"
+                    " made for other parameters or with other weight_dimension_numbers?"
+                )
             total = jnp.sum(jnp.square(leaf.astype(kept.dtype)), axis=inputs, keepdims=True)
             mean = total / max(math.prod(leaf.shape[axis] for axis in inputs), 1)
             return rebox(nu, jnp.asarray(b2 * kept + (1 - b2) * mean, kept.dtype))
@@ -96,11 +106,15 @@ def scale_by_neuron_moment(
             leaf, kept = unbox(update), unbox(nu)
             return rebox(update, (leaf / (jnp.sqrt(kept) + eps)).astype(leaf.dtype))
 
-        nu = jax.tree.map(average, updates, state.nu, numbers, is_leaf=is_box)
+        nu = jax.tree_util.tree_map_with_path(average, updates, state.nu, numbers, is_leaf=is_box)
         scaled = jax.tree.map(scale, updates, nu, is_leaf=is_box)
         return scaled, ScaleByNeuronMomentState(nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _shape_of_means(shape: tuple[int, ...], inputs: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(1 if axis in inputs else size for axis, size in enumerate(shape))
 
 
 def _inputs(shape: tuple[int, ...], numbers: MatrixDimensionNumbers | None) -> tuple[int, ...]:

@@ -12,25 +12,23 @@ def newton_schulz(
     matrices: jax.Array,
     steps: int = 5,
     product_dtype: jax.typing.DTypeLike | None = None,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
 ) -> jax.Array:
     """Turns U S V^T into about U V^T, for each of many matrices.
 
-    X <- a X + (b X X^T + c (X X^T)^2) X, from X = A / ||A||.
+    X <- a X + (b X X^T + c (X X^T)^2) X with `COEFFICIENTS`, from X = A / ||A||.
 
     Args:
       matrices: (batch, m, n), m at most n, of any scale, of 16 bits or more.
       steps: How often.
       product_dtype: Of the operands of products, which add up in float32: None for that of the
         matrices, in full precision.
-      coefficients: a, b, c.
 
     Returns:
       Of the shape of the matrices and the type of the products; a zero matrix stays zero.
 
     Source: Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
-    a, b, c = coefficients
+    a, b, c = COEFFICIENTS
     precision = jax.lax.Precision.HIGHEST if product_dtype is None else None
     dtype = product_dtype or matrices.dtype
     wide_dtype = jnp.promote_types(matrices.dtype, jnp.float32)

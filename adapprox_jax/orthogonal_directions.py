@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.boxes import is_box, rebox, unbox
+from adapprox_jax.by_platform import by_platform
 from adapprox_jax.matrix_view import (
     MatrixView,
     WeightDimensionNumbers,
@@ -30,6 +31,8 @@ from adapprox_jax.whole_matrices import each_on_one_device
 # Entries that are worked on at once, with some 16 bytes of temporaries each: on a CPU one matrix
 # keeps all cores busy, on accelerators it takes several.
 _AT_ONCE_ON_CPU, _AT_ONCE = 2**20, 2**24
+# Batches of one stack that are compiled one by one; more of them are a loop.
+_MOST_UNROLLED = 16
 
 
 def orthogonalize(
@@ -99,11 +102,7 @@ def _of_leaves(
     stacks = [_lying(leaf, view) for leaf, view in zip(leaves, views, strict=True)]
     on_cpu = partial(_of_stacks, steps, _AT_ONCE_ON_CPU, None)
     elsewhere = partial(_of_stacks, steps, _AT_ONCE, jnp.bfloat16)
-    if any(isinstance(x, jax.core.Tracer) for x in stacks):
-        results = jax.lax.platform_dependent(stacks, cpu=on_cpu, default=elsewhere)
-    else:
-        platforms = {d.platform for x in stacks for d in x.devices()}
-        results = (on_cpu if platforms <= {"cpu"} else elsewhere)(stacks)
+    results = by_platform(stacks, cpu=on_cpu, default=elsewhere)
     return [_standing(x, leaf, view) for x, leaf, view in zip(results, leaves, views, strict=True)]
 
 
@@ -157,14 +156,27 @@ def _in_batches(
     Begins when `ready` is known; returns the results, and what is known after them.
     """
     _, m, n = stacks[0].shape
+    each = max(at_once // max(m * n, 1), 1)
     parts: list[list[jax.Array]] = [[] for _ in stacks]
-    for pieces in _pieces([len(stack) for stack in stacks], max(at_once // max(m * n, 1), 1)):
-        # In the type of products here already: half of what is turned and put together.
-        taken = [_as_operand(stacks[i][start:stop], product_dtype) for i, start, stop in pieces]
-        batch = begin_after(ready, jnp.concatenate(taken))
+
+    def of_batch(ready: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batch = begin_after(ready, _as_operand(batch, product_dtype))
         # Behind the barrier, because results in bfloat16 would be kept in float32.
         done = jax.lax.optimization_barrier(newton_schulz(batch, steps, product_dtype))
-        ready = _known_after(done)
+        return _known_after(done), done
+
+    # Of long stacks what fills whole batches goes first, in a loop.
+    looped = [len(x) // each if len(x) > _MOST_UNROLLED * each else 0 for x in stacks]
+    for i, batches in enumerate(looped):
+        if batches:
+            whole = stacks[i][: batches * each].reshape(batches, each, m, n)
+            ready, done = jax.lax.scan(of_batch, ready, whole)
+            parts[i].append(done.reshape(batches * each, m, n))
+    rest = [x[batches * each :] for x, batches in zip(stacks, looped, strict=True)]
+    for pieces in _pieces([len(stack) for stack in rest], each):
+        # In the type of products here already: half of what is turned and put together.
+        taken = [_as_operand(rest[i][start:stop], product_dtype) for i, start, stop in pieces]
+        ready, done = of_batch(ready, jnp.concatenate(taken))
         ends = 0
         for i, start, stop in pieces:
             parts[i].append(done[ends : ends + stop - start])

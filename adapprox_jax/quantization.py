@@ -131,7 +131,11 @@ def quantized_like(
     shape: tuple[int, ...], bits: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes and types of the codes and scales of an array of a shape."""
-    return jax.eval_shape(lambda x: quantize(x, bits), jax.ShapeDtypeStruct(shape, np.float32))
+    *batch, n = shape
+    blocks = -(-n // BLOCK)
+    length = {8: n, 5: 20 * blocks, 4: -(-n // 2)}[bits]
+    codes = jax.ShapeDtypeStruct((*batch, length), jnp.int8 if bits == 8 else jnp.uint8)
+    return codes, jax.ShapeDtypeStruct((*batch, blocks), _SCALE_DTYPE)
 
 
 def bits_of(codes: jax.Array, n: int) -> int:

@@ -23,7 +23,8 @@ def check_key(key: Any) -> tuple[int | jax.Array, Any]:
     if is_typed and key.ndim == 0:
         return key, jax.random.key_impl(key)
     is_array = isinstance(key, jax.Array | np.ndarray)
-    if is_array and key.dtype == jnp.uint32 and key.shape in ((2,), (4,)):
+    shape_of_data = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0)).shape
+    if is_array and key.dtype == jnp.uint32 and key.shape == shape_of_data:
         return jnp.asarray(key), None
     allowed = "an integer seed or a JAX random key"
     if is_integer:

@@ -41,7 +41,13 @@ from adapprox_jax.state import (
 )
 from adapprox_jax.step_scalars import StepScalars
 from adapprox_jax.tree_checks import check_state, check_trees, check_types, leaf_name
-from adapprox_jax.validation import at_step, require, require_flag, require_or_schedule
+from adapprox_jax.validation import (
+    at_step,
+    require,
+    require_flag,
+    require_or_schedule,
+    require_precise,
+)
 
 
 def scale_by_adapprox(
@@ -127,6 +133,7 @@ def scale_by_adapprox(
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
     allowed = "a number in [0, 1), or a function from the step to one"
+    require_precise("b2", b2)
     require_or_schedule("b2", b2, lambda x: 0 <= x < 1, allowed)
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")

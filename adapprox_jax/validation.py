@@ -32,6 +32,22 @@ def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
+def require_precise(name: str, value: Any) -> None:
+    """Raises ValueError for an array of fewer than 32 bits that is 1, or may be: so is 0.999 there.
+
+    Under `optax.inject_hyperparams` hyperparameters have the type of the parameters unless said
+    otherwise.
+    """
+    if not isinstance(value, jax.Array) or value.ndim:
+        return
+    is_narrow = jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize < 4
+    if is_narrow and (isinstance(value, jax.core.Tracer) or value == 1):
+        raise ValueError(
+            f"{name} is an array of type {value.dtype.name}; allowed: a number, or an array of 32"
+            " bits or more. Under optax.inject_hyperparams give hyperparam_dtype=jnp.float32."
+        )
+
+
 def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raises ValueError unless `value` is a concrete integer from `least` to `most`."""
     if isinstance(value, jax.Array):

@@ -174,6 +174,34 @@ def test_without_an_average_no_bytes_are_kept_for_it_under_inject_hyperparams():
     assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), updates))
 
 
+@pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+def test_a_decay_that_is_one_in_bfloat16_is_refused(make):
+    """Optax casts hyperparameters to the type of the parameters."""
+    muon = make is adapprox_jax.adapprox_muon
+    static = adapprox_jax.MUON_STATIC_ARGS if muon else adapprox_jax.STATIC_ARGS
+    params = {"w": jnp.ones((64, 96), jnp.bfloat16)}
+    tx = optax.inject_hyperparams(make, static_args=static)(1e-3)
+    said = r"b2 is an array of type bfloat16; allowed: .*give hyperparam_dtype=jnp.float32"
+    with pytest.raises(ValueError, match=said):
+        jax.jit(tx.init)(params)
+    if not muon:  # whose default is 0.95
+        with pytest.raises(ValueError, match=said):
+            tx.init(params)
+    wide = optax.inject_hyperparams(make, static_args=static, hyperparam_dtype=jnp.float32)(1e-3)
+    _, state = jax.jit(wide.update)(params, jax.jit(wide.init)(params), params)
+    assert state.hyperparams["b2"] == jnp.float32(0.95 if muon else 0.999)
+
+
+def test_random_keys_are_those_of_the_default_generator():
+    data = jax.random.key_data(jax.random.key(0, impl="rbg"))  # of four numbers
+    with pytest.raises(
+        ValueError, match=r"key is .*; allowed: an integer seed or a JAX random key"
+    ):
+        adapprox_jax.scale_by_adapprox(key=data)
+    typed = adapprox_jax.scale_by_adapprox(key=jax.random.key(0, impl="rbg"))
+    assert typed.init({"w": jnp.ones(3)}).key.shape == (4,)
+
+
 def test_static_args_are_arguments_and_those_that_decide_shapes_or_code():
     import inspect
 

@@ -41,6 +41,23 @@ def test_singular_values_end_near_one_at_any_scale(scale):
     assert np.all((values > 0.6) & (values < 1.3))
 
 
+def test_nesterovs_momentum_outlives_the_count():
+    """The count ends at the largest int32, which nothing may be added to."""
+    tx = adapprox_jax.guided_ema(0.9, nesterov=True)
+    state = tx.init(jnp.zeros(3))._replace(mu=jnp.ones(3), step=jnp.int32(2**31 - 2))
+    for _ in range(2):
+        updates, state = tx.update(jnp.ones(3), state)
+        np.testing.assert_allclose(updates, 1, rtol=1e-6)
+
+
+def test_an_average_in_float32_takes_in_small_updates_in_float16():
+    """0.001 times 2e-5 is 0 in float16."""
+    tx = adapprox_jax.guided_ema(0.999, mu_dtype=jnp.float32)
+    small = jnp.full(3, 2e-5, jnp.float16)
+    _, state = tx.update(small, tx.init(small))
+    np.testing.assert_allclose(state.mu, 0.001 * small.astype(jnp.float32), rtol=1e-4)
+
+
 def test_a_zero_matrix_stays_zero_beside_others():
     matrices = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
     matrices[1] = 0
@@ -71,6 +88,38 @@ def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
         [(2, 0, 2)],
         [(2, 2, 4)],
     ]
+
+
+def test_a_long_stack_is_compiled_once(monkeypatch):
+    """In a loop over batches; what is left of it goes together with the others."""
+    tx = adapprox_jax.orthogonalize()
+    (grads,) = gradients(1, {"stack": (83, 24, 40), "one": (24, 40), "short": (3, 40, 24)})
+    expected, _ = tx.update(grads, tx.init(grads))
+    monkeypatch.setattr("adapprox_jax.orthogonal_directions._AT_ONCE_ON_CPU", 4 * 24 * 40)
+    actual, _ = jax.jit(tx.update)(grads, tx.init(grads))
+    for name in grads:
+        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
+
+    def iterations():
+        traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
+        return str(traced).count("optimization_barrier")
+
+    looped = iterations()
+    monkeypatch.setattr("adapprox_jax.orthogonal_directions._MOST_UNROLLED", 100)
+    jax.clear_caches()
+    assert looped < iterations() / 3
+
+
+def test_means_of_neurons_are_of_their_own_leaves():
+    params = {"w": jnp.ones((4, 6))}
+    columns = adapprox_jax.scale_by_neuron_moment()
+    rows = adapprox_jax.scale_by_neuron_moment(
+        weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(rows=1, columns=0)
+    )
+    with pytest.raises(ValueError, match=r"'w'.*means of shape \(4, 1\); the state has \(1, 6\)"):
+        rows.update(params, columns.init(params))
+    with pytest.raises(TypeError, match=r"'w'.*the update has type int32; allowed: real"):
+        columns.update({"w": jnp.ones((4, 6), jnp.int32)}, columns.init(params))
 
 
 def test_a_leaf_without_matrices_is_refused_by_name():

@@ -210,7 +210,11 @@ BAD = [
     (dict(eps="small"), r"eps is 'small'; allowed: a number of at least 0"),
     (dict(rank_growth=5), r"rank_growth is 5; allowed: a function, or None"),
     (dict(rank_margin=-1), r"rank_margin is -1; allowed: an integer of at least 0"),
-    (dict(mu_dtype=jnp.int16), r"mu_dtype is int16; allowed: None, floating-point types, int8"),
+    (
+        dict(mu_dtype=jnp.int16),
+        r"mu_dtype is int16; allowed: None, floating-point types of 16 bits or",
+    ),
+    (dict(mu_dtype=jnp.float8_e4m3fn), r"mu_dtype is float8_e4m3fn; allowed: None, floating-point"),
     (dict(factor_dtype=jnp.float16), r"factor_dtype is 'float16'; allowed: 'bfloat16'"),
     (dict(key=1.5), r"key is 1\.5; allowed: an integer seed or a JAX random key"),
     (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),

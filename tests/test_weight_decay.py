@@ -83,7 +83,9 @@ def test_a_schedule_of_the_decay_is_followed(make, cautious):
     scheduled = updates_with(optax.linear_schedule(0.5, 0.0, 2))
     for actual, decay, step in zip(scheduled, (0.5, 0.25, 0.0), range(3), strict=True):
         np.testing.assert_allclose(actual, updates_with(decay)[step], rtol=1e-6)
-    with pytest.raises(ValueError, match="weight_decay is .*; allowed: a number of at least 0, or"):
+    with pytest.raises(
+        ValueError, match=r"weight_decay is .*; allowed: a number of at least 0, or"
+    ):
         make(1.0, weight_decay=lambda: 0.1)
 
 
