@@ -1,6 +1,6 @@
 """An Adam state turned into an Adapprox state, for runs and checkpoints that began with Adam."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -177,25 +177,29 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
     """
 
     def one(node: Any) -> Any:
-        if not isinstance(node, _COUNTING):
+        if not isinstance(node, _counting()):
             return node
         fields = {name: _set_counts(getattr(node, name), count) for name in node._fields}
         return node._replace(**{**fields, "count": jnp.asarray(count, node.count.dtype)})
 
-    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, _COUNTING))
+    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, _counting()))
 
 
 _CONVERTED = (ScaleByAdapproxState, GuidedEmaState, HiddenFirstState, optax.ScaleByAdamState)
-_COUNTING: tuple[Any, ...] = (
-    ScaleByAdapproxState,
-    optax.ScaleByAdamState,
-    optax.ScaleByScheduleState,
-    optax.InjectStatefulHyperparamsState,
-    CautiousWeightDecayState,
-    # These two Optax does not name in public.
-    type(optax.schedules.WrappedSchedule(lambda step: step).init()),
-    type(optax.add_decayed_weights(lambda step: step).init(())),
-)
+
+
+@cache
+def _counting() -> tuple[Any, ...]:
+    """States whose `count` is of steps. Two of them Optax does not name in public."""
+    return (
+        ScaleByAdapproxState,
+        optax.ScaleByAdamState,
+        optax.ScaleByScheduleState,
+        optax.InjectStatefulHyperparamsState,
+        CautiousWeightDecayState,
+        type(optax.schedules.WrappedSchedule(lambda step: step).init()),
+        type(optax.add_decayed_weights(lambda step: step).init(())),
+    )
 
 
 def _check_shapes(adam: optax.ScaleByAdamState, params: optax.Params) -> None:

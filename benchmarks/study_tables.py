@@ -191,6 +191,7 @@ def _differences(results: Results, pairs: tuple[tuple[str, str], ...]) -> str:
 _CLAIMED = (
     ("adapprox, 4 bits", ADAMW_WITH_ONE_RATE),
     (f"adapprox, 4 bits, {FASTER_ELSEWHERE}", ADAMW),
+    (f"adapprox, 4 bits, b2 1 - t^-0.8, {FASTER_ELSEWHERE}", ADAMW),
     ("adapprox_muon, 4 bits", list(GROUPS["opponents"])),
 )
 _PAIRS = (
@@ -200,8 +201,11 @@ _PAIRS = (
     ("adapprox, 4 bits", "AdamW, b2 0.95, clipped"),
     ("adapprox, 4 bits", "AdamW, b2 0.999, clipped"),
     ("adapprox, 4 bits", "Adafactor, 4 bits"),
-    (f"adapprox, 4 bits, {FASTER_ELSEWHERE}", f"AdamW, b2 0.999, clipped, {FASTER_ELSEWHERE}"),
-    (f"adapprox, 4 bits, {FASTER_ELSEWHERE}", f"Adafactor, 4 bits, {FASTER_ELSEWHERE}"),
+    *(
+        (f"adapprox, 4 bits, {words}{FASTER_ELSEWHERE}", f"{other}, {FASTER_ELSEWHERE}")
+        for words in ("", "b2 1 - t^-0.8, ")
+        for other in ("AdamW, b2 0.999, clipped", "Adafactor, 4 bits")
+    ),
     ("adapprox_muon", "Muon"),
     ("adapprox_muon", "AdaMuon"),
     ("adapprox_muon, 4 bits", "Muon"),

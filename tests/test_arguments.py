@@ -1,6 +1,9 @@
 """Arguments out of range give one line: what was given, what is allowed, and where."""
 
+import os
 import re
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -222,6 +225,15 @@ def test_wide_buffers_are_cut_to_those_that_are_smaller_than_the_matrix():
         info = adapprox_jax.rank_report(opt_state, PARAMS)["['w']"]
         assert info.capacity == 170
         assert info.nbytes < info.dense_nbytes
+
+
+def test_an_import_leaves_jax_to_be_set_up():
+    """Devices, and the processes of a cluster, can be asked for until the first computation."""
+    code = (
+        "import adapprox_jax, jax; jax.config.update('jax_num_cpu_devices', 3);"
+        " assert jax.device_count() == 3"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "XLA_FLAGS": ""})
 
 
 def test_the_version_is_that_of_the_package():
