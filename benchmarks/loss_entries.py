@@ -230,9 +230,10 @@ def _noise() -> dict[str, Entry]:
 
 def _longer() -> dict[str, Entry]:
     """The best, for more parameters and more steps."""
-    all_entries = {**_ours(), **_opponents()}
+    all_entries = {**_ours(), **_opponents(), **_choices()}
     adamws = ("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped")
-    chosen = ("adapprox_muon", "Muon", "adapprox", *adamws)
+    ours = ("adapprox_muon", "adapprox_muon, b1 0.95", "adapprox")
+    chosen = (*ours, "Muon", *adamws)
     return {
         label: dataclasses.replace(
             all_entries[label], rate=all_entries[label].rate / 2, seeds=1, finer=False

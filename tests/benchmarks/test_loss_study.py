@@ -121,7 +121,7 @@ def test_every_entry_can_be_built_and_no_two_are_the_same_run():
 
 def test_a_longer_run_is_of_the_best_in_its_group():
     for label, entry in GROUPS["longer"].items():
-        same = {**GROUPS["ours"], **GROUPS["opponents"]}[label]
+        same = {**GROUPS["choices"], **GROUPS["ours"], **GROUPS["opponents"]}[label]
         assert (entry.optimizer, entry.options, entry.hyper) == (
             same.optimizer,
             same.options,
