@@ -233,7 +233,8 @@ def test_an_import_leaves_jax_to_be_set_up():
         "import adapprox_jax, jax; jax.config.update('jax_num_cpu_devices', 3);"
         " assert jax.device_count() == 3"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "XLA_FLAGS": ""})
+    environment = {**os.environ, "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_the_version_is_that_of_the_package():

@@ -191,7 +191,8 @@ def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam, adams_next):
             np.testing.assert_array_equal(actual, expected)
     updates = step_of(tx, loss)(params, new, 150)[3]
     for name in ("out", "bias"):
-        np.testing.assert_array_equal(updates[name], adams_next[1][name])
+        difference = np.linalg.norm(updates[name] - adams_next[1][name])
+        assert difference <= 1e-4 * np.linalg.norm(adams_next[1][name])  # two programs' rounding
 
 
 def test_counts_of_other_things_begin_anew():
