@@ -36,18 +36,23 @@ def directions_table(results: Results) -> str:
 
 
 def measured_table(results: Results) -> str:
-    """The few that a reader looks for first, on code."""
-    return _compared(results, FIRST, "best AdamW", {"code": best_adamw(results, "code")})
+    """The few that a reader looks for first, without what the page of results has beside them."""
+    best = {text: best_adamw(results, text) for text in TEXTS}
+    return _compared(results, FIRST, "best AdamW", best, columns=2)
 
 
 def _compared(
-    results: Results, labels: Iterable[str], base: str, bases: Mapping[str, str | None]
+    results: Results,
+    labels: Iterable[str],
+    base: str,
+    bases: Mapping[str, str | None],
+    columns: int = 4,
 ) -> str:
-    """A row for each label whose runs are there, four columns for each text of `bases`."""
+    """A row for each label whose runs are there, the first columns of `_outcome` for each text."""
     titles = ["", "bytes per parameter"]
     for text in bases:
-        loss = f"{text}: loss" if len(bases) > 1 else "loss"
-        titles += [loss, f"minus {base} (paired)", "seeds", "peak rate"]
+        of_text = [f"{text}: loss", f"minus {base} (paired)", "seeds", "peak rate"]
+        titles += of_text[:columns]
     rows = []
     for label in labels:
         of_texts = {text: results[text, label] for text in bases if (text, label) in results}
@@ -55,7 +60,8 @@ def _compared(
             cells = [_bytes(next(iter(of_texts.values())))]
             for text, other in bases.items():
                 known = text in of_texts
-                cells += _outcome(results, text, label, other) if known else [""] * 4
+                of_text = _outcome(results, text, label, other) if known else [""] * 4
+                cells += of_text[:columns]
             rows.append([_marked(label, *of_texts.values()), *cells])
     return _table(titles, rows)
 
