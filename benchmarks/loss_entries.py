@@ -183,7 +183,7 @@ def _choices() -> dict[str, Entry]:
         "adapprox, cautious decay": _adapprox(0.999, 3, cautious_weight_decay=True),
         f"adapprox, {FASTER_ELSEWHERE}": _adapprox(0.999, 3, rate_elsewhere=8.0),
         "adapprox, rank 32 for the embedding": _adapprox(0.999, 3, embedding_rank=32),
-        "adapprox, no clipping": _adapprox(
+        "adapprox, bias correction and no clipping": _adapprox(
             0.999, 3, bias_correction=True, clipping_threshold=NEVER
         ),
         **{

@@ -135,8 +135,9 @@ def choices_table(results: Results) -> str:
         if one is not None and base is not None:
             mean, error, seeds = difference(one, base)
             cell = "" if change == "unchanged" else _with_error(f"{mean:+.4f}", error)
-            rows.append([label, _loss(one), cell, str(seeds), f"{one.rate:.3g}"])
-    return _table(["change of one thing", "loss", "difference", "seeds", "peak rate"], rows)
+            rows.append([label, _bytes(one), _loss(one), cell, str(seeds), f"{one.rate:.3g}"])
+    titles = ["bytes per parameter", "loss", "difference", "seeds", "peak rate"]
+    return _table(["change of one thing", *titles], rows)
 
 
 def claims(results: Results) -> str:

@@ -15,7 +15,7 @@ LOSSES = ROOT / "results" / "loss"
 
 
 def all_runs(*more):
-    files = LOSSES / "choices.jsonl", LOSSES / "orthogonal_choices.jsonl", *more
+    files = LOSSES / "orthogonal_choices.jsonl", *more
     return [row for file in files for row in records.read(file)]
 
 
