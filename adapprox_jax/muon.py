@@ -15,7 +15,7 @@ from adapprox_jax.neurons import scale_by_neuron_moment
 from adapprox_jax.orthogonal_directions import orthogonalize
 from adapprox_jax.second_moment import scale_by_adapprox
 from adapprox_jax.settings import Orthogonalization, RankGrowth
-from adapprox_jax.validation import require, require_choice, require_integer
+from adapprox_jax.validation import is_zero, require, require_choice, require_integer
 from adapprox_jax.weight_decay import decay_and_rate
 
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
@@ -60,7 +60,7 @@ def adapprox_muon(
     Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
     or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. Everything else:
     `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both. Updates
-    have the size of AdamW's; the best rates were some five times as high (docs/orthogonal.md).
+    have about the size of AdamW's; the best rates were 3.5 and 5 times as high (docs/results.md).
 
     Args:
       learning_rate: A number or a schedule.
@@ -70,7 +70,8 @@ def adapprox_muon(
       eps: Added to the root of a second moment, at least 0.
       eps_root: Added under the root, at least 0.
       mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
-        Of hidden matrices they are rounded to the nearest.
+        Of hidden matrices they are rounded to the nearest; few bits want a b1 as low as 0.8
+        (docs/orthogonal.md).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
         a schedule.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
@@ -85,7 +86,8 @@ def adapprox_muon(
         where there are factors.
       cautious_weight_decay: Decay only entries that the update shrinks, too
         (`add_cautious_weight_decay`).
-      b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1).
+      b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1). With
+        0 none is kept.
       rate_elsewhere: What updates of everything else are multiplied by, above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
         of the directions, as in AdaMuon, has `second_moment=True` and `min_dim_size_to_factor`
@@ -180,7 +182,9 @@ def adapprox_muon(
     elsewhere = (
         scaled(),
         clip_by_matrix_rms(1.0, numbers),
-        guided_ema(b1_elsewhere, mu_dtype=mu_dtype, weight_dimension_numbers=numbers),
+        optax.identity()
+        if is_zero(b1_elsewhere)
+        else guided_ema(b1_elsewhere, mu_dtype=mu_dtype, weight_dimension_numbers=numbers),
         optax.scale(rate_elsewhere),
     )
 

@@ -69,8 +69,8 @@ def adapprox(
     """Adam with a low-rank second moment: stands where `optax.adamw` stood.
 
     The chain of `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`,
-    `optax.add_decayed_weights` and `optax.scale_by_learning_rate`. The running average is of the
-    clipped updates, not of the gradients, and has no bias correction.
+    `optax.add_decayed_weights` or `add_cautious_weight_decay`, and `optax.scale_by_learning_rate`.
+    The running average is of the clipped updates, not of the gradients, and has no bias correction.
 
     Args:
       learning_rate: A number or a schedule.
@@ -118,7 +118,7 @@ def adapprox(
       cannot be differentiated backwards (docs/algorithm.md).
 
     Raises:
-      ValueError: an argument is out of range, or neither clipping nor bias correction is on.
+      ValueError: an argument is out of range, or updates are neither clipped nor without bias.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, adapprox_jax

@@ -90,8 +90,10 @@ def resize(
         )
     unknown = set(max_rank) - known if isinstance(max_rank, Mapping) else set()
     if unknown:
-        allowed = ", ".join(map(repr, sorted(known)))
-        raise ValueError(f"max_rank has {sorted(map(str, unknown))}; allowed: {allowed}.")
+        given, allowed = (
+            ", ".join(map(repr, sorted(names))) for names in (map(str, unknown), known)
+        )
+        raise ValueError(f"max_rank has {given}; allowed: {allowed}.")
     return resized
 
 

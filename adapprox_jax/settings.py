@@ -185,7 +185,12 @@ MUON_STATIC_ARGS: tuple[str, ...] = (
 def require_max_rank(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a width of buffers: an integer or a fraction."""
     if isinstance(value, float):
-        require(name, value, lambda x: 0 < x <= 1, "as a float, a fraction in (0, 1]")
+        require(
+            name,
+            value,
+            lambda x: 0 < x <= 1,
+            "as a float, a fraction in (0, 1], as an integer a width",
+        )
     elif isinstance(value, jax.Array):
         require_integer(name, value, 1)
     else:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from adapprox_jax.boxes import is_box, rebox, unbox
-from adapprox_jax.tree_checks import check_state
+from adapprox_jax.tree_checks import check_state, leaf_name
 from adapprox_jax.validation import at_step, require, require_flag, require_or_schedule
 
 
@@ -48,6 +48,7 @@ def add_cautious_weight_decay(
     Source: "Cautious Weight Decay" (2510.12402).
     """
     _require_decay(weight_decay)
+    _require_mask(mask)
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -85,12 +86,26 @@ def decay_and_rate(
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The end of an optimizer: decoupled weight decay and the learning rate."""
     if not callable(learning_rate):
-        allowed = "a number or a schedule"
+        allowed = "a number or a schedule, not NaN"
         require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     _require_decay(weight_decay)
+    _require_mask(mask)
     require_flag("cautious_weight_decay", cautious)
     add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
     return add(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+
+
+def _require_mask(mask: Any) -> None:
+    """Raises ValueError for what `optax.masked` would take for True."""
+    if mask is None or callable(mask):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        if not (isinstance(leaf, bool) or (is_array and leaf.dtype == bool)):
+            raise ValueError(
+                f"mask has {leaf!r} at {leaf_name(path)}; allowed: a tree of booleans that is a"
+                " prefix of the parameters, or a function of the parameters to one."
+            )
 
 
 def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:

@@ -2,7 +2,8 @@
 
 All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
 slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
-A cycle has `rank_interval` steps, those that choose ranks included. Memory is what the compiler
+A cycle has `rank_interval` steps, those that choose ranks included; of contenders too slow for that
+it is one step, which keeps its ranks. Memory is what the compiler
 plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after what was timed, and
 a picture beside it.
 """

@@ -43,6 +43,7 @@ def raises(call, *words, error=ValueError):
         ("error_threshold", lambda: 0.1),
         *((name, "no") for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
         ("cautious_weight_decay", 1),
+        *(("mask", value) for value in ("w", {"w": "yes"}, {"w": 1}, 0.5)),
         *((name, 1) for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
         ("rank_growth", lambda: 1),
         ("rank_growth", 3),
@@ -177,6 +178,50 @@ def test_without_an_average_no_bytes_are_kept_for_it_under_inject_hyperparams():
     assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), updates))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "nbytes"),
+    [({}, 4.06), ({"mu_dtype": "int8"}, 1.12), ({"mu_dtype": "int4"}, 0.62)],
+)
+def test_bytes_of_gpt2_117m(arguments, nbytes):
+    """What README says."""
+    hidden = {"qkv": (768, 2304), "out": (768, 768), "up": (768, 3072), "down": (3072, 768)}
+    biases = {"qkv_b": (2304,), "out_b": (768,), "up_b": (3072,), "down_b": (768,)}
+    norms = dict.fromkeys(("a", "b", "c", "d"), (768,))
+    layers = {f"{i}": {**hidden, **biases, **norms} for i in range(12)}
+    shapes = {"tokens": (50304, 768), "positions": (1024, 768), "layers": layers}
+    params = jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+    count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+    total = adapprox_jax.state_nbytes(adapprox_jax.adapprox(1e-3, **arguments), params)
+    assert abs(total / count - nbytes) < 0.005
+
+
+def test_without_an_average_elsewhere_muon_keeps_none_there():
+    params = {"wte": jnp.ones((512, 64))}
+    muon, plain = (
+        adapprox_jax.state_nbytes(tx, params)
+        for tx in (
+            adapprox_jax.adapprox_muon(1e-3, b1_elsewhere=0.0),
+            adapprox_jax.adapprox(1e-3, b1=0.0),
+        )
+    )
+    assert muon <= plain + 64  # counts and the key of the directions
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{"w": True, "b": np.bool_(False)}, True, lambda params: jax.tree.map(lambda _: True, params)],
+)
+@pytest.mark.parametrize("cautious", [False, True])
+def test_masks_of_booleans_pass(mask, cautious):
+    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
+    tx = adapprox_jax.adapprox(1e-3, mask=mask, cautious_weight_decay=cautious)
+    tx.update(params, tx.init(params), params)
+
+
 @pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
 def test_a_decay_that_is_one_in_bfloat16_is_refused(make):
     """Optax casts hyperparameters to the type of the parameters."""
@@ -293,7 +338,7 @@ def test_host_functions_name_what_is_no_transformation_and_take_numpy_states():
     raises(lambda: adapprox_jax.from_adam("a", None, PARAMS), "tx is a str")
     tx = adapprox_jax.adapprox(1e-3)
     state = tx.init(PARAMS)
-    raises(lambda: adapprox_jax.resize(state, {"a": 2}), "max_rank has ['a']")
+    raises(lambda: adapprox_jax.resize(state, {"a": 2}), "max_rank has 'a'")
     raises(
         lambda: adapprox_jax.grow(state, PARAMS, (8, 16), error_threshold="a"), "error_threshold"
     )

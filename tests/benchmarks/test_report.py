@@ -68,7 +68,10 @@ def test_differences_are_paired_by_seed():
             ["| bias correction, minus no bias correction | -0.1000 | -0.1000 | -0.1000 | 2 |"],
         ),
         ("choices", ["| adapprox, unchanged | 4.00 | 3.1000 |  | 2 | 0.002 |"]),
-        ("choices", ["| adapprox, cautious decay | 4.00 | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"]),
+        (
+            "choices",
+            ["| adapprox, cautious decay | 4.00 | 2.9500 | -0.1500 ± 0.0500 | 2 | 0.001 |"],
+        ),
         ("rates", ["- code: AdamW, b2 0.999, clipped, is best at 0.001; times that, adapprox 2."]),
         (
             "steps",
