@@ -16,6 +16,9 @@ from benchmarks.loss_entries import GROUPS
 from benchmarks.study_results import FIRST, TEXTS, Results, Summary, columns_of
 
 
+_HEIGHT = 11  # of the picture of bytes, inches
+
+
 def draw_bytes(results: Results, path: pathlib.Path) -> None:
     """Draws loss against bytes of state per parameter, every point with its name, a text a column.
 
@@ -23,7 +26,7 @@ def draw_bytes(results: Results, path: pathlib.Path) -> None:
     the upper edge, with its loss.
     """
     texts = [text for text in TEXTS if any(where == text for where, _ in results)]
-    figure = Figure(figsize=(10 * len(texts), 9))
+    figure = Figure(figsize=(10 * len(texts), _HEIGHT))
     for column, text in enumerate(texts):
         drawn = [(one, style) for one, style in _drawn(results, text) if math.isfinite(one.mean)]
         losses = sorted(one.mean for one, _ in drawn)
@@ -35,7 +38,7 @@ def draw_bytes(results: Results, path: pathlib.Path) -> None:
             grid = figure.add_gridspec(3, len(texts))
             axes = figure.add_subplot(grid[rows, column])
             _draw_part(axes, part, top)
-            axes.set_title(text if row == 0 else "")
+            axes.set_title("the axis is cut here" if row else text, fontsize=9 if row else None)
             axes.set_xlabel("bytes of optimizer state per parameter" if row else "")
             axes.set_ylabel("" if column else "validation loss (nats per token)")
     figure.tight_layout()
@@ -44,12 +47,13 @@ def draw_bytes(results: Results, path: pathlib.Path) -> None:
 
 def _draw_part(axes: Axes, drawn: list[tuple[Summary, dict[str, Any]]], top: float) -> None:
     """Draws points at their bytes and losses, those above `top` there, and writes their names."""
-    labels, ends = [], []
+    labels, ends, bars = [], [], []
     for one, style in drawn:
         name, is_above = style.pop("label"), one.mean > top
         at = min(one.mean, top)
         error = 0.0 if is_above else one.error or 0.0
         ends += [at - error, at + error]
+        bars.append((one.bytes_a_parameter, at - error, at + error))
         axes.errorbar(one.bytes_a_parameter, at, error or None, capsize=2, **style)
         words = f"{name}: {one.mean:.2f}" if is_above else name
         labels.append((one.bytes_a_parameter, at, words, style["color"]))
@@ -59,17 +63,26 @@ def _draw_part(axes: Axes, drawn: list[tuple[Summary, dict[str, Any]]], top: flo
     axes.set_xscale("log", base=2)
     axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["0.25", "0.5", "1", "2", "4", "8"])
     axes.grid(alpha=0.3)
-    inches = axes.get_position().height * 9
-    _name(axes, labels, (high - low + 2 * margin) / (inches / 0.13))
+    inches = axes.get_position().height * _HEIGHT
+    _name(axes, labels, bars, (high - low + 2 * margin) / (inches / 0.13))
 
 
-def _name(axes: Axes, labels: list[tuple[float, float, str, str]], line: float) -> None:
+def _name(
+    axes: Axes,
+    labels: list[tuple[float, float, str, str]],
+    bars: list[tuple[float, float, float]],
+    line: float,
+) -> None:
     """Writes names (x, y, words, colour) to the right of their points, none over another.
 
-    `line` is the height of one in units of y; the horizontal axis is logarithmic.
+    Nor over a bar (x, lower and upper end). `line` is the height of a name in units of y; the
+    horizontal axis is logarithmic.
     """
-    points = [(math.log2(x), y) for x, y, _, _ in labels]
-    taken: list[tuple[float, float, float]] = [(x - 0.1, x + 0.1, y) for x, y in points]
+    taken: list[tuple[float, float, float]] = [
+        (math.log2(x) - 0.1, math.log2(x) + 0.1, y)
+        for x, low, high in bars
+        for y in np.linspace(low, high, 2 + int((high - low) / line))
+    ]
     for x, y, words, color in sorted(labels, key=lambda label: label[1]):
         left = math.log2(x) + 0.18
         right = left + 0.053 * len(words)
