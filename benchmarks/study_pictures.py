@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 from benchmarks.loss_entries import GROUPS
 from benchmarks.study_results import FIRST, TEXTS, Results, Summary, columns_of
 
-
 _HEIGHT = 11  # of the picture of bytes, inches
 
 
