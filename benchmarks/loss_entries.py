@@ -16,11 +16,12 @@ def _vim_manual() -> pathlib.Path:
     return found[-1] if found else pathlib.Path("/usr/share/vim/vim90/doc")
 
 
-# What the runs of each setting change of the program's. Prose is Vim's manual; the larger model has
-# 3.8 times the parameters.
+# What the runs of each setting change of the program's. Prose is Vim's manual; all else is code.
+# The larger model has 3.8 times the parameters.
 SETTINGS: dict[str, dict[str, Any]] = {
     "code": {},
     "prose": {"data": _vim_manual()},
+    "1600-steps": {"steps": 1600, "warmup": 80, "eval_every": 200},
     "larger": _LARGER,
     "longer": {**_LARGER, "steps": 4000, "warmup": 200, "eval_every": 400},
 }
@@ -32,6 +33,7 @@ NEVER = math.inf  # a clipping threshold that no update reaches
 ALWAYS = 0.01  # one that every update reaches, so that all have one size
 FASTER_ELSEWHERE = "8 times the rate elsewhere"
 NOISY = "Adafactor, float32 with the noise of 4 bits"
+AS_MUON = "adapprox_muon, b1 and rate elsewhere of Muon"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +83,9 @@ def _controls() -> dict[str, Entry]:
     return entries
 
 
+_OF_MUON = AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0)  # tuned in docs/orthogonal.md
+
+
 def _tuned_muon(
     mu_dtype: str | None = None,
     seeds: int = 3,
@@ -99,7 +104,6 @@ def _opponents() -> dict[str, Entry]:
     """Each as its own users run it, with the chain's decay and schedule."""
     clipped = {b2: Hyperparameters(b2=b2, clip_norm=1.0) for b2 in (0.95, 0.99, 0.999)}
     faster = {bits: AdapproxOptions(mu_dtype=bits, rate_elsewhere=8.0) for bits in (None, "int4")}
-    muon = AdapproxOptions(muon_b1=0.9, rate_elsewhere=4.0)
     in_4_bits = AdapproxOptions(mu_dtype="int4")
     no_decay = Hyperparameters(weight_decay=0.0)
     return {
@@ -130,8 +134,8 @@ def _opponents() -> dict[str, Entry]:
         "SM3, no decay": Entry("sm3", 1e-1, no_decay),
         "GaLore, b2 0.95, clipped": Entry("galore", 2.4e-3, clipped[0.95]),
         "GaLore, b2 0.999": Entry("galore", 9.6e-3),
-        "Muon": Entry("muon", 1.2e-2, options=muon, seeds=5, finer=True),
-        "Muon, clipped": Entry("muon", 1.2e-2, Hyperparameters(clip_norm=1.0), muon),
+        "Muon": Entry("muon", 1.2e-2, options=_OF_MUON, seeds=5, finer=True),
+        "Muon, clipped": Entry("muon", 1.2e-2, Hyperparameters(clip_norm=1.0), _OF_MUON),
         "AdaMuon": _tuned_muon(
             seeds=5, finer=True, second_moment=True, min_dim_size_to_factor=EXACT
         ),
@@ -205,6 +209,7 @@ def _choices() -> dict[str, Entry]:
         **dense,
         "adapprox_muon, unchanged": _tuned_muon(),
         "adapprox_muon, b1 0.95": _tuned_muon(muon_b1=0.95),
+        AS_MUON: Entry("adapprox-muon", 1.2e-2, options=_OF_MUON),
         "adapprox_muon, one rate": _tuned_muon(rate_elsewhere=1.0),
         "adapprox_muon, cautious decay": _tuned_muon(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _tuned_muon(weight_decay=0.05),
@@ -228,6 +233,15 @@ def _noise() -> dict[str, Entry]:
     return {NOISY: Entry("adafactor-noisy", 2.4e-3, seeds=5, finer=True)}
 
 
+def _more_steps() -> dict[str, Entry]:
+    """Orthogonal directions, where rates are tuned in runs of four times the steps."""
+    all_entries = {**_ours(), **_opponents(), **_choices()}
+    return {
+        label: dataclasses.replace(all_entries[label], rate=6e-3, seeds=3, finer=False)
+        for label in ("adapprox_muon", AS_MUON, "Muon")
+    }
+
+
 def _longer() -> dict[str, Entry]:
     """The best, for more parameters and more steps."""
     all_entries = {**_ours(), **_opponents(), **_choices()}
@@ -249,11 +263,13 @@ GROUPS: dict[str, dict[str, Entry]] = {
     "choices": _choices(),
     "averages": _averages(),
     "noise": _noise(),
+    "more steps": _more_steps(),
     "longer": _longer(),
 }
 GROUPS_OF = {
     "code": ("ours", "opponents", "controls", "choices", "averages", "noise"),
     "prose": ("ours", "opponents", "noise"),
+    "1600-steps": ("more steps",),
     "larger": ("longer",),
     "longer": ("longer",),
 }

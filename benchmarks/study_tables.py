@@ -292,6 +292,11 @@ def steps_to_adamw(results: Results) -> str:
     return _table(["", f"steps to the loss of {adamw}"], rows)
 
 
+def more_steps_table(results: Results) -> str:
+    """Orthogonal directions after four times the steps, in comparison with Muon."""
+    return _compared(results, GROUPS["more steps"], "Muon", {"1600-steps": "Muon"})
+
+
 def longer_table(results: Results) -> str:
     """The best with a larger model: at its short runs, where rates are tuned, and its long ones."""
     rows = []

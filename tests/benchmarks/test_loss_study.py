@@ -10,7 +10,7 @@ pytest.importorskip("flax")
 pytest.importorskip("grain")
 
 from benchmarks import loss_study
-from benchmarks.loss_entries import GROUPS, Entry
+from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
 from benchmarks.loss_study import config_of, entries, tune, tuned
 from examples.gpt2 import loop, optimizers
 from examples.gpt2.config import resolve, settings
@@ -100,11 +100,10 @@ def test_an_entry_with_a_run_missing_is_not_whole():
 
 def test_every_entry_can_be_built_and_no_two_are_the_same_run():
     seen = {}
-    for group in GROUPS.values():
-        for label, entry in group.items():
-            optimizers.build(entry.optimizer, entry.rate, entry.hyper, entry.options)
-            used = settings(resolve(config_of(entry, "code", entry.rate, 0)), "key")
-            seen.setdefault(json.dumps(used, sort_keys=True), []).append(label)
+    for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
+        optimizers.build(entry.optimizer, entry.rate, entry.hyper, entry.options)
+        used = settings(resolve(config_of(entry, setting, entry.rate, 0)), setting)
+        seen.setdefault(json.dumps(used, sort_keys=True), []).append(label)
     # One setting may be asked for in two groups: its runs are made once.
     alike = [labels for labels in seen.values() if len(labels) > 1]
     assert sorted(map(sorted, alike)) == [
@@ -119,8 +118,9 @@ def test_every_entry_can_be_built_and_no_two_are_the_same_run():
     ]
 
 
-def test_a_longer_run_is_of_the_best_in_its_group():
-    for label, entry in GROUPS["longer"].items():
+@pytest.mark.parametrize("group", ["more steps", "longer"])
+def test_runs_elsewhere_are_of_optimizers_that_are_compared(group):
+    for label, entry in GROUPS[group].items():
         same = {**GROUPS["choices"], **GROUPS["ours"], **GROUPS["opponents"]}[label]
         assert (entry.optimizer, entry.options, entry.hyper) == (
             same.optimizer,

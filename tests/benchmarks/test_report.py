@@ -35,6 +35,8 @@ RESULTS = {
     ("code", "rank 8, b2 0.999, bias correction"): summary([3.2]),
     ("code", "exact, b2 0.99"): summary([3.5]),
     ("code", "exact, b2 0.999"): summary([3.3]),
+    ("1600-steps", "Muon"): summary([2.3, 2.5], 4.0, 6e-3),
+    ("1600-steps", "adapprox_muon"): summary([2.2, 2.2], 4.0, 6e-3),
     ("larger", "Muon"): summary([3.3], rate=6e-3),
     ("longer", "Muon"): summary([2.3], rate=6e-3),
     ("code", "adapprox, no average"): summary([3.6, 3.7], 0.5),
@@ -76,6 +78,13 @@ def test_differences_are_paired_by_seed():
         (
             "steps",
             ["|  | steps to the loss of AdamW, b2 0.999, clipped |", "| adapprox | 20 of 20 |"],
+        ),
+        (
+            "more steps",
+            [
+                "|  | bytes per parameter | 1600-steps: loss | minus Muon (paired) |",
+                "| adapprox_muon | 4.00 | 2.2000 ± 0.0000 | -0.2000 ± 0.1000 | 2 | 0.006 |",
+            ],
         ),
         ("longer", ["| Muon | 1.00 | 0.006 | 3.3000 | 2.3000 |"]),
         (
