@@ -38,7 +38,7 @@ def test_every_loss_on_the_pages_is_in_the_records(page):
             error = np.std(losses, ddof=1) / len(losses) ** 0.5
             known |= {f"{np.mean(losses):.4f}", f"{error:.4f}"}
     # Tables between marks are made of the records, and compared with them elsewhere.
-    blocks = re.compile(r"<!-- (\w+) -->.*?<!-- end of \1 -->", re.DOTALL)
+    blocks = re.compile(r"<!-- ([\w ]+) -->.*?<!-- end of \1 -->", re.DOTALL)
     typed = blocks.sub("", (ROOT / page).read_text())
     rates = {"0.0005", "0.0012", "0.0024"}  # four digits, and no losses
     assert set(re.findall(r"\b\d\.\d{4}\b", typed)) - known <= rates
