@@ -23,7 +23,7 @@ from adapprox_jax.matrix_view import (
     to_matrices,
     view_shape,
 )
-from adapprox_jax.ordering import begin_after
+from adapprox_jax.ordering import begin_after, materialize
 from adapprox_jax.phases import step_in_phases
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding import devices_in_use, varying_alike, with_automatic_axes
@@ -74,6 +74,7 @@ def step_in_turn(
 ) -> list[tuple[jax.Array, LeafState]]:
     """`step_leaves` on a CPU: one leaf after the other."""
     results = []
+    traced = traced._replace(draws=jax.tree.map(materialize, traced.draws))
     ready = last_error = jnp.zeros(())
     for grad, state, view in zip(grads, states, views, strict=True):
         scaled, new = step_leaf(

@@ -1,4 +1,4 @@
-"""The order in which XLA works on leaves, which decides how much is in memory at once."""
+"""When XLA works on a leaf, which decides how much is in memory at once, and what it does once."""
 
 import jax
 import jax.numpy as jnp
@@ -15,3 +15,18 @@ def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
     # Else a leaf would come to vary over devices as the one before it does.
     waits = varies_no_more(ready, array)
     return jnp.where(ready < 0, 0, array).astype(array.dtype) if waits else array
+
+
+@jax.jit
+def materialize(array: jax.Array) -> jax.Array:
+    """The array as the result of a loop over its rows, which XLA keeps as it is.
+
+    On CPUs XLA works an elementwise array out anew in each kernel that reads it, once a leaf, and
+    ignores `optimization_barrier` there, too.
+
+    Args:
+      array: Of at least one axis.
+    """
+    rows = array.shape[0]
+    empty = jnp.zeros_like(array)
+    return jax.lax.fori_loop(0, rows, lambda row, kept: kept.at[row].set(array[row]), empty)

@@ -71,6 +71,20 @@ def test_without_eps_root_no_matrix_is_squared_and_rooted_once_more(name):
     assert len(re.findall(r"stablehlo.sqrt %\w+ : tensor<70x90xf32>", with_eps_root)) == 2
 
 
+@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+def test_random_starts_are_worked_out_once_on_cpus_however_many_leaves(name):
+    """XLA would work Gaussian columns out anew in the kernel of each leaf that reads them."""
+
+    def normals(leaves):
+        tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
+        params = [jax.ShapeDtypeStruct((70, 90), jnp.float32)] * leaves
+        with jax.default_device(jax.devices("cpu")[0]):
+            lowered = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params))
+            return len(re.findall(r"op_name=\"[^\"]*erf_inv", lowered.compile().as_text()))
+
+    assert normals(3) == normals(1) > 0
+
+
 @pytest.mark.parametrize("name", ["fixed", "adaptive", "moment"])
 def test_every_product_asks_for_full_precision(name):
     """TF32 and bfloat16 products, the default on GPUs and TPUs, lose small second moments."""
