@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.approximation import Approximation, average_of_moments
 from adapprox_jax.products import contract, outer, tiled_products
@@ -179,9 +180,9 @@ def unit_scale(grad: jax.Array, largest_u: jax.Array, approximation: Approximati
         largest = jnp.maximum(root, largest_gradient(grad))
     else:
         largest = jax.lax.cond(root > 0, lambda _: root, largest_gradient, grad)
-    _, exponent = jnp.frexp(largest)
-    exponent = jnp.where(largest > 0, jnp.clip(exponent, -40, 60), 0)
-    return jnp.ldexp(jnp.ones_like(largest), exponent)
+    # With no bits of a fraction left: rounded to a power of two, from 4/3 to 8/3 of the largest.
+    power = 2 * jax.lax.reduce_precision(largest, np.finfo(dtype).nexp, 0)
+    return jnp.where(largest > 0, jnp.clip(power, 2.0**-40, 2.0**60), 1)
 
 
 def product_in_use(

@@ -77,14 +77,9 @@ def unit_columns(matrix: jax.Array) -> jax.Array:
 def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
     """L^-1 with L L^T = G of each of many positive definite matrices, (batch, width, width)."""
     widest = max(x.shape[-1] for x in grams)
-    padded = []
-    for gram in grams:
-        missing = widest - gram.shape[-1]
-        wide = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))
-        diagonal = np.arange(widest) >= gram.shape[-1]
-        padded.append(wide + jnp.asarray(np.diag(diagonal), gram.dtype))
+    padded = [_padded(gram, widest) for gram in grams]
     stacked = padded[0] if len(padded) == 1 else jnp.concatenate(padded)
-    eye = jnp.eye(widest, dtype=stacked.dtype)
+    eye = np.eye(widest, dtype=stacked.dtype)
     factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
     # Should rounding outweigh the shift: this round then does nothing.
     is_finite = jnp.isfinite(jnp.sum(factor, axis=(-2, -1), keepdims=True))
@@ -99,15 +94,24 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
+def _padded(gram: jax.Array, width: int) -> jax.Array:
+    """A Gram matrix with columns of norm 1 at its end that are orthogonal to all others."""
+    missing = width - gram.shape[-1]
+    if not missing:
+        return gram
+    wide = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))
+    return wide + np.diag(np.arange(width) >= gram.shape[-1]).astype(gram.dtype)
+
+
 def _is_near_identity(gram: jax.Array) -> jax.Array:
     width = gram.shape[-1]
-    difference = jnp.abs(gram - jnp.eye(width, dtype=gram.dtype))
+    difference = jnp.abs(gram - np.eye(width, dtype=gram.dtype))
     return jnp.max(difference, axis=(-2, -1), keepdims=True) < 0.5 / width
 
 
-def _shift(gram: jax.Array) -> jax.Array:
+def _shift(gram: jax.Array) -> np.ndarray:
     epsilon = float(np.finfo(gram.dtype).eps)
-    return 4 * gram.shape[-1] * epsilon * jnp.eye(gram.shape[-1], dtype=gram.dtype)
+    return 4 * gram.shape[-1] * epsilon * np.eye(gram.shape[-1], dtype=gram.dtype)
 
 
 def _gram(basis: jax.Array) -> jax.Array:
