@@ -21,7 +21,6 @@ def _vim_manual() -> pathlib.Path:
 SETTINGS: dict[str, dict[str, Any]] = {
     "code": {},
     "prose": {"data": _vim_manual()},
-    "1600-steps": {"steps": 1600, "warmup": 80, "eval_every": 200},
     "larger": _LARGER,
     "longer": {**_LARGER, "steps": 4000, "warmup": 200, "eval_every": 400},
 }
@@ -33,7 +32,6 @@ NEVER = math.inf  # a clipping threshold that no update reaches
 ALWAYS = 0.01  # one that every update reaches, so that all have one size
 FASTER_ELSEWHERE = "8 times the rate elsewhere"
 NOISY = "Adafactor, float32 with the noise of 4 bits"
-AS_MUON = "adapprox_muon, b1 and rate elsewhere of Muon"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +207,6 @@ def _choices() -> dict[str, Entry]:
         **dense,
         "adapprox_muon, unchanged": _tuned_muon(),
         "adapprox_muon, b1 0.95": _tuned_muon(muon_b1=0.95),
-        AS_MUON: Entry("adapprox-muon", 1.2e-2, options=_OF_MUON),
         "adapprox_muon, one rate": _tuned_muon(rate_elsewhere=1.0),
         "adapprox_muon, cautious decay": _tuned_muon(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _tuned_muon(weight_decay=0.05),
@@ -233,17 +230,8 @@ def _noise() -> dict[str, Entry]:
     return {NOISY: Entry("adafactor-noisy", 2.4e-3, seeds=5, finer=True)}
 
 
-def _more_steps() -> dict[str, Entry]:
-    """Orthogonal directions, where rates are tuned in runs of four times the steps."""
-    all_entries = {**_ours(), **_opponents(), **_choices()}
-    return {
-        label: dataclasses.replace(all_entries[label], rate=6e-3, seeds=3, finer=False)
-        for label in ("adapprox_muon", AS_MUON, "Muon")
-    }
-
-
-def _longer() -> dict[str, Entry]:
-    """The best, for more parameters and more steps."""
+def _larger() -> dict[str, Entry]:
+    """The best, with more parameters."""
     all_entries = {**_ours(), **_opponents(), **_choices()}
     adamws = ("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped")
     ours = ("adapprox_muon", "adapprox_muon, b1 0.95", "adapprox")
@@ -256,6 +244,11 @@ def _longer() -> dict[str, Entry]:
     }
 
 
+def _longer() -> dict[str, Entry]:
+    """Those that are trained for more steps, too: of each kind the best of the short runs."""
+    return {x: entry for x, entry in _larger().items() if x != "AdamW, b2 0.999, clipped"}
+
+
 GROUPS: dict[str, dict[str, Entry]] = {
     "ours": _ours(),
     "opponents": _opponents(),
@@ -263,13 +256,12 @@ GROUPS: dict[str, dict[str, Entry]] = {
     "choices": _choices(),
     "averages": _averages(),
     "noise": _noise(),
-    "more steps": _more_steps(),
+    "larger": _larger(),
     "longer": _longer(),
 }
 GROUPS_OF = {
     "code": ("ours", "opponents", "controls", "choices", "averages", "noise"),
     "prose": ("ours", "opponents", "noise"),
-    "1600-steps": ("more steps",),
-    "larger": ("longer",),
+    "larger": ("larger",),
     "longer": ("longer",),
 }

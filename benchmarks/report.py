@@ -33,7 +33,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
     "pairs": study_tables.pairs_table,
     "rates": study_tables.rates,
     "steps": study_tables.steps_to_adamw,
-    "more steps": study_tables.more_steps_table,
     "longer": study_tables.longer_table,
     "averages": study_tables.averages_table,
     "noise": study_tables.noise_table,

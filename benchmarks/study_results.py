@@ -91,10 +91,10 @@ def summarize(rows: list[dict[str, Any]]) -> Results:
     return found
 
 
-def losses_by_rate(
+def rows_of_entries(
     rows: list[dict[str, Any]],
-) -> dict[tuple[str, str], dict[float, list[float]]]:
-    """The losses of all runs of each entry by rate, whether or not others are still missing.
+) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """All runs of each entry, by setting and label, whether or not others are still missing.
 
     Raises:
       ValueError: A setting has records of two texts.
@@ -112,12 +112,17 @@ def losses_by_rate(
     for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
         config = resolve(config_of(entry, setting, entry.rate, seed=0))
         used = without_rate_and_seed(settings(config, keys.get(setting, "")))
-        by_rate: dict[float, list[float]] = {}
-        for row in of_settings.get((setting, used), []):
-            by_rate.setdefault(row["settings"]["learning_rate"], []).append(loss_of(row))
-        if by_rate:
-            found[setting, label] = {rate: by_rate[rate] for rate in sorted(by_rate)}
+        if (setting, used) in of_settings:
+            found[setting, label] = of_settings[setting, used]
     return found
+
+
+def losses_by_rate(rows: list[dict[str, Any]]) -> dict[float, list[float]]:
+    """The losses of the runs of one entry by rate, rising."""
+    by_rate: dict[float, list[float]] = {}
+    for row in sorted(rows, key=lambda row: row["settings"]["learning_rate"]):
+        by_rate.setdefault(row["settings"]["learning_rate"], []).append(loss_of(row))
+    return by_rate
 
 
 def texts(rows: list[dict[str, Any]]) -> dict[str, str]:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.loss_entries import FASTER_ELSEWHERE, GROUPS, NOISY, SETTINGS
+from benchmarks.loss_entries import FASTER_ELSEWHERE, GROUPS, GROUPS_OF, NOISY, SETTINGS
 from benchmarks.loss_study import entries
 from benchmarks.study_results import (
     ADAMW,
@@ -19,6 +19,7 @@ from benchmarks.study_results import (
     difference,
     losses_by_rate,
     lowest,
+    rows_of_entries,
 )
 
 
@@ -292,15 +293,10 @@ def steps_to_adamw(results: Results) -> str:
     return _table(["", f"steps to the loss of {adamw}"], rows)
 
 
-def more_steps_table(results: Results) -> str:
-    """Orthogonal directions after four times the steps, in comparison with Muon."""
-    return _compared(results, GROUPS["more steps"], "Muon", {"1600-steps": "Muon"})
-
-
 def longer_table(results: Results) -> str:
     """The best with a larger model: at its short runs, where rates are tuned, and its long ones."""
     rows = []
-    for label in GROUPS["longer"]:
+    for label in GROUPS["larger"]:
         short, long = results.get(("larger", label)), results.get(("longer", label))
         if short is not None:
             cells = [label, _bytes(short), f"{short.rate:.3g}", _loss(short)]
@@ -323,9 +319,9 @@ def averages_table(results: Results) -> str:
 def runs_table(rows: list[dict[str, Any]], results: Results) -> str:
     """Of every entry the mean loss at each rate, over all seeds that ran there."""
     lines = []
-    for (setting, label), by_rate in losses_by_rate(rows).items():
+    for (setting, label), of_entry in rows_of_entries(rows).items():
         one, cells = results.get((setting, label)), []
-        for rate, losses in by_rate.items():
+        for rate, losses in losses_by_rate(of_entry).items():
             mean = statistics.mean(losses)
             words = f"{mean:.4f}" if math.isfinite(mean) else "diverged"
             words = f"{rate:.3g}: {words} ({len(losses)})"
@@ -335,15 +331,41 @@ def runs_table(rows: list[dict[str, Any]], results: Results) -> str:
 
 
 def effort(rows: list[dict[str, Any]], results: Results) -> str:
-    """How many runs there are, how long they took, and what they leave open."""
-    hours = sum(row["seconds"] or 0 for row in rows) / 3600
+    """How many runs each part of the study has and how long they took, and what is still open."""
+    of_entries = rows_of_entries(rows)
+    counted: set[int] = set()
+    lines = []
+
+    def line(what: str, runs: list[dict[str, Any]]) -> list[str]:
+        hours = sum(run["seconds"] or 0 for run in runs) / 3600
+        return [what, str(len(runs)), f"{hours / _CORES:.1f}"]
+
+    for setting, groups in GROUPS_OF.items():
+        for what, of_part in _PARTS.items():
+            labels = [label for group in groups if group in of_part for label in GROUPS[group]]
+            asked = [row for label in labels for row in of_entries.get((setting, label), [])]
+            runs = list({id(row): row for row in asked if id(row) not in counted}.values())
+            counted |= set(map(id, runs))
+            if runs:
+                lines.append(line(f"{what}, {_WHERE.get(setting, f'on {setting}')}", runs))
+    table = _table(["", "runs", "hours on two cores"], [*lines, line("all", rows)])
     wanted = [(where, label) for where, label, _ in entries(tuple(GROUPS), tuple(SETTINGS))]
     missing = sum(entry not in results for entry in wanted)
-    left_out = f" {missing} of {len(wanted)} rows lack runs and are left out." if missing else ""
-    return (
-        f"{len(rows)} runs so far, which took {hours:.1f} hours together, on one core each and two"
-        f" at a time.{left_out}"
-    )
+    left_out = f"\n\n{missing} of {len(wanted)} rows lack runs and are left out." if missing else ""
+    return table + left_out
+
+
+_CORES = 2  # with a run at a time on each
+# The groups of which runs are counted together.
+_PARTS = {
+    "what is compared": ("ours", "opponents", "noise"),
+    "choices": ("choices",),
+    "controls": ("controls",),
+    "no average": ("averages",),
+    "short runs": ("larger",),
+    "long runs": ("longer",),
+}
+_WHERE = {"larger": "with a larger model", "longer": "with a larger model"}
 
 
 def _table(titles: list[str], rows: list[list[str]]) -> str:

@@ -118,7 +118,7 @@ def test_every_entry_can_be_built_and_no_two_are_the_same_run():
     ]
 
 
-@pytest.mark.parametrize("group", ["more steps", "longer"])
+@pytest.mark.parametrize("group", ["larger", "longer"])
 def test_runs_elsewhere_are_of_optimizers_that_are_compared(group):
     for label, entry in GROUPS[group].items():
         same = {**GROUPS["choices"], **GROUPS["ours"], **GROUPS["opponents"]}[label]
