@@ -135,14 +135,6 @@ def _opponents() -> dict[str, Entry]:
     }
 
 
-def _other_forms() -> dict[str, Entry]:
-    """Opponents that are far behind, in forms that might suit them better."""
-    return {
-        "SM3, no decay": Entry("sm3", 1e-1, Hyperparameters(weight_decay=0.0)),
-        "GaLore, b2 0.999": Entry("galore", 9.6e-3),
-    }
-
-
 def _ours() -> dict[str, Entry]:
     """The two optimizers by the bits of their averages."""
     entries = {
@@ -253,7 +245,6 @@ def _longer() -> dict[str, Entry]:
 GROUPS: dict[str, dict[str, Entry]] = {
     "ours": _ours(),
     "opponents": _opponents(),
-    "other forms": _other_forms(),
     "controls": _controls(),
     "choices": _choices(),
     "averages": _averages(),
@@ -262,7 +253,7 @@ GROUPS: dict[str, dict[str, Entry]] = {
     "longer": _longer(),
 }
 GROUPS_OF = {
-    "code": ("ours", "opponents", "other forms", "controls", "choices", "averages", "noise"),
+    "code": ("ours", "opponents", "controls", "choices", "averages", "noise"),
     "prose": ("ours", "opponents", "noise"),
     "larger": ("larger",),
     "longer": ("longer",),

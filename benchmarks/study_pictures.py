@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.loss_entries import GROUPS
-from benchmarks.study_results import FIRST, OPPONENTS, TEXTS, Results, Summary, columns_of
+from benchmarks.study_results import FIRST, TEXTS, Results, Summary, columns_of
 
 _HEIGHT = 11  # of the picture of bytes, inches
 
@@ -169,8 +169,8 @@ def _drawn(
     results: Results, text: str, labels: Collection[str] | None = None
 ) -> Iterator[tuple[Summary, dict[str, Any]]]:
     """What is known on a text: ours as circles, opponents as squares, the second ten empty."""
-    for group, marker, line in ((GROUPS["ours"], "o", "-"), (OPPONENTS, "s", "--")):
-        wanted = [x for x in group if labels is None or x in labels]
+    for group, marker, line in (("ours", "o", "-"), ("opponents", "s", "--")):
+        wanted = [x for x in GROUPS[group] if labels is None or x in labels]
         for number, label in enumerate(wanted):
             if (text, label) in results:
                 fill = "full" if number < 10 else "none"

@@ -25,7 +25,6 @@ FIRST = (
     *("adapprox_muon, b1 0.95 and one rate", "Muon", "AdaMuon"),
 )
 
-OPPONENTS = [*GROUPS["opponents"], *GROUPS["other forms"]]
 # In full precision, clipped and not.
 ADAMW = [label for label, entry in GROUPS["opponents"].items() if entry.optimizer == "adamw"]
 ADAMW_WITH_ONE_RATE = [label for label in ADAMW if FASTER_ELSEWHERE not in label]

@@ -11,7 +11,6 @@ from benchmarks.study_results import (
     ADAMW,
     ADAMW_WITH_ONE_RATE,
     FIRST,
-    OPPONENTS,
     TEXTS,
     Results,
     Summary,
@@ -27,7 +26,7 @@ from benchmarks.study_results import (
 def comparison_table(results: Results) -> str:
     """Every optimizer of both groups: bytes, and on each text what it came to."""
     best = {text: best_adamw(results, text) for text in TEXTS}
-    return _compared(results, [*GROUPS["ours"], *OPPONENTS], "best AdamW", best)
+    return _compared(results, [*GROUPS["ours"], *GROUPS["opponents"]], "best AdamW", best)
 
 
 def directions_table(results: Results) -> str:
@@ -147,7 +146,7 @@ def claims(results: Results) -> str:
     lines = []
     for text in TEXTS:
         ours = {x: results[text, x] for x in GROUPS["ours"] if (text, x) in results}
-        theirs = {x: results[text, x] for x in OPPONENTS if (text, x) in results}
+        theirs = {x: results[text, x] for x in GROUPS["opponents"] if (text, x) in results}
         if not ours or not theirs:
             continue
         lines.append(
@@ -201,7 +200,7 @@ _CLAIMED = (
     ("adapprox, 4 bits", ADAMW_WITH_ONE_RATE),
     (f"adapprox, 4 bits, {FASTER_ELSEWHERE}", ADAMW),
     (f"adapprox, 4 bits, b2 1 - t^-0.8, {FASTER_ELSEWHERE}", ADAMW),
-    ("adapprox_muon, 4 bits", OPPONENTS),
+    ("adapprox_muon, 4 bits", list(GROUPS["opponents"])),
 )
 _PAIRS = (
     ("adapprox", "AdamW, b2 0.95, clipped"),
@@ -358,7 +357,7 @@ def effort(rows: list[dict[str, Any]], results: Results) -> str:
 _CORES = 2  # with a run at a time on each
 # The groups of which runs are counted together.
 _PARTS = {
-    "what is compared": ("ours", "opponents", "other forms", "noise"),
+    "what is compared": ("ours", "opponents", "noise"),
     "choices": ("choices",),
     "controls": ("controls",),
     "no average": ("averages",),
