@@ -180,7 +180,9 @@ def unit_scale(grad: jax.Array, largest_u: jax.Array, approximation: Approximati
         largest = jnp.maximum(root, largest_gradient(grad))
     else:
         largest = jax.lax.cond(root > 0, lambda _: root, largest_gradient, grad)
-    # With no bits of a fraction left: rounded to a power of two, from 4/3 to 8/3 of the largest.
+    # With no bits of a fraction left: rounded to a power of two, from 4/3 to 8/3 of the largest. A
+    # step does not depend on it, but a derivative through it may overflow.
+    largest = jax.lax.stop_gradient(largest)
     power = 2 * jax.lax.reduce_precision(largest, np.finfo(dtype).nexp, 0)
     return jnp.where(largest > 0, jnp.clip(power, 2.0**-40, 2.0**60), 1)
 

@@ -19,13 +19,13 @@ def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
 
 @jax.jit
 def materialize(array: jax.Array) -> jax.Array:
-    """The array as the result of a loop over its rows, which XLA keeps as it is.
+    """The array as the result of a loop over its rows, so that it is worked out once.
 
     On CPUs XLA works an elementwise array out anew in each kernel that reads it, once a leaf, and
     ignores `optimization_barrier` there, too.
 
     Args:
-      array: Of at least one axis.
+      array: Of at least two rows, to have an effect: XLA inlines a loop of one.
     """
     rows = array.shape[0]
     empty = jnp.zeros_like(array)

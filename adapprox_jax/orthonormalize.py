@@ -95,7 +95,7 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _padded(gram: jax.Array, width: int) -> jax.Array:
-    """A Gram matrix with columns of norm 1 at its end that are orthogonal to all others."""
+    """The Gram matrix of the same columns and, up to a width, of orthogonal ones of norm 1."""
     missing = width - gram.shape[-1]
     if not missing:
         return gram

@@ -63,7 +63,7 @@ class RankRule:
 
     def is_measured(self, step: jax.Array) -> jax.Array:
         """Whether ranks are chosen at a step; on a CPU errors, too, are measured at these alone."""
-        return jax.lax.rem(step - 1, jnp.int32(self.rank_interval)) == 0
+        return jax.lax.rem(step - 1, jnp.asarray(self.rank_interval, step.dtype)) == 0
 
     def sizes(self, capacity: int, rows: int) -> tuple[int, ...]:
         """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
