@@ -149,8 +149,8 @@ def _ours() -> dict[str, Entry]:
         },
         "adapprox_muon": _tuned_muon(seeds=5, finer=True),
         "adapprox_muon, rank 8": _tuned_muon(seeds=5, finer=True, second_moment=True),
-        "adapprox_muon, 8 bits": _tuned_muon("int8"),
-        "adapprox_muon, 5 bits": _tuned_muon("int5"),
+        "adapprox_muon, 8 bits": _tuned_muon("int8", seeds=5),
+        "adapprox_muon, 5 bits": _tuned_muon("int5", seeds=5),
         "adapprox_muon, 4 bits": _tuned_muon("int4", seeds=5, finer=True),
         "adapprox_muon, 4 bits, rank 2 elsewhere": _tuned_muon("int4", max_rank=2),
         "adapprox_muon, b1 0.95 and one rate": Entry("adapprox-muon", 1.2e-2),
@@ -224,7 +224,7 @@ def _noise() -> dict[str, Entry]:
 
 
 def _larger() -> dict[str, Entry]:
-    """The best, with more parameters."""
+    """Some of those that are compared, with more parameters."""
     all_entries = {**_ours(), **_opponents(), **_choices()}
     adamws = ("AdamW, b2 0.95, clipped", "AdamW, b2 0.999, clipped")
     ours = ("adapprox_muon", "adapprox_muon, b1 0.95", "adapprox")
@@ -238,7 +238,7 @@ def _larger() -> dict[str, Entry]:
 
 
 def _longer() -> dict[str, Entry]:
-    """Those that are trained for more steps, too: of each kind the best of the short runs."""
+    """The same for more steps, but for one AdamW: a run takes an hour of a core."""
     return {x: entry for x, entry in _larger().items() if x != "AdamW, b2 0.999, clipped"}
 
 

@@ -280,7 +280,7 @@ def steps_to_adamw(results: Results) -> str:
     of_code = {label: one for (text, label), one in results.items() if text == "code"}
     adamw = best_adamw(results, "code")
     rows = []
-    for label in FIRST:
+    for label in (*GROUPS["ours"], *GROUPS["opponents"]):
         curves = [curve for curve in of_code[label].curves if curve] if label in of_code else []
         if adamw not in (None, label) and curves:
             steps = [step for step, _ in curves[0]]
@@ -329,6 +329,19 @@ def runs_table(rows: list[dict[str, Any]], results: Results) -> str:
     return _table(["", "where", "peak rate: loss (seeds)"], lines)
 
 
+_CORES = 2  # with a run at a time on each
+# The groups of which runs are counted together.
+_PARTS = {
+    "what is compared": ("ours", "opponents", "noise"),
+    "choices": ("choices",),
+    "controls": ("controls",),
+    "no average": ("averages",),
+    "short runs": ("larger",),
+    "long runs": ("longer",),
+}
+_WHERE = {"larger": "with a larger model", "longer": "with a larger model"}
+
+
 def effort(rows: list[dict[str, Any]], results: Results) -> str:
     """How many runs each part of the study has and how long they took, and what is still open."""
     of_entries = rows_of_entries(rows)
@@ -347,24 +360,14 @@ def effort(rows: list[dict[str, Any]], results: Results) -> str:
             counted |= set(map(id, runs))
             if runs:
                 lines.append(line(f"{what}, {_WHERE.get(setting, f'on {setting}')}", runs))
+    others = [row for row in rows if id(row) not in counted]
+    if others:
+        lines.append(line("given up, in the record alone", others))
     table = _table(["", "runs", "hours on two cores"], [*lines, line("all", rows)])
     wanted = [(where, label) for where, label, _ in entries(tuple(GROUPS), tuple(SETTINGS))]
     missing = sum(entry not in results for entry in wanted)
     left_out = f"\n\n{missing} of {len(wanted)} rows lack runs and are left out." if missing else ""
     return table + left_out
-
-
-_CORES = 2  # with a run at a time on each
-# The groups of which runs are counted together.
-_PARTS = {
-    "what is compared": ("ours", "opponents", "noise"),
-    "choices": ("choices",),
-    "controls": ("controls",),
-    "no average": ("averages",),
-    "short runs": ("larger",),
-    "long runs": ("longer",),
-}
-_WHERE = {"larger": "with a larger model", "longer": "with a larger model"}
 
 
 def _table(titles: list[str], rows: list[list[str]]) -> str:
