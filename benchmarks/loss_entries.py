@@ -31,6 +31,7 @@ INCREASING = 0.8  # the exponent of a b2 of 1 - t^-0.8
 NEVER = math.inf  # a clipping threshold that no update reaches
 ALWAYS = 0.01  # one that every update reaches, so that all have one size
 FASTER_ELSEWHERE = "8 times the rate elsewhere"
+AS_MUON = "adapprox_muon, b1 and rate elsewhere of Muon"
 NOISY = "Adafactor, float32 with the noise of 4 bits"
 
 
@@ -109,6 +110,7 @@ def _opponents() -> dict[str, Entry]:
             for b2, hyper in clipped.items()
         },
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
+        "AdamW, b2 0.999": Entry("adamw", 2.4e-3),
         f"AdamW, b2 0.95, clipped, {FASTER_ELSEWHERE}": Entry(
             "adamw", 2.4e-3, clipped[0.95], faster[None]
         ),
@@ -127,8 +129,14 @@ def _opponents() -> dict[str, Entry]:
         "Adafactor, b2 0.99": Entry("adafactor-b2", 2.4e-3, Hyperparameters(b2=0.99), finer=True),
         "CAME": Entry("came", 3e-4),
         "SM3": Entry("sm3", 1e-1),
+        "SM3, no decay": Entry("sm3", 1e-1, Hyperparameters(weight_decay=0.0)),
         "GaLore, b2 0.95, clipped": Entry("galore", 2.4e-3, clipped[0.95]),
+        "GaLore, b2 0.999, clipped": Entry("galore", 9.6e-3, clipped[0.999]),
         "Muon": Entry("muon", 1.2e-2, options=_OF_MUON, seeds=5, finer=True),
+        "Muon, clipped": Entry(
+            "muon", 1.2e-2, Hyperparameters(clip_norm=1.0), _OF_MUON, seeds=5, finer=True
+        ),
+        "NorMuon": _tuned_muon(seeds=5, finer=True, min_dim_size_to_factor=EXACT),
         "AdaMuon": _tuned_muon(
             seeds=5, finer=True, second_moment=True, min_dim_size_to_factor=EXACT
         ),
@@ -202,6 +210,7 @@ def _choices() -> dict[str, Entry]:
         **dense,
         "adapprox_muon, unchanged": _tuned_muon(),
         "adapprox_muon, b1 0.95": _tuned_muon(muon_b1=0.95),
+        AS_MUON: Entry("adapprox-muon", 1.2e-2, options=_OF_MUON),
         "adapprox_muon, one rate": _tuned_muon(rate_elsewhere=1.0),
         "adapprox_muon, cautious decay": _tuned_muon(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _tuned_muon(weight_decay=0.05),
