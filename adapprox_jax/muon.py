@@ -64,7 +64,8 @@ def adapprox_muon(
 
     Args:
       learning_rate: A number or a schedule.
-      b1: Decay of the running average of the gradients of hidden matrices, in (0, 1).
+      b1: Decay of the running average of the gradients of hidden matrices, in [0, 1). With 0 none
+        is kept: directions are of the gradients themselves.
       b2: Decay of the second moments, in [0, 1), or a function from the step to it; with
         second_moment="neurons" a number.
       eps: Added to the root of a second moment, at least 0.
@@ -86,8 +87,7 @@ def adapprox_muon(
         where there are factors.
       cautious_weight_decay: Decay only entries that the update shrinks, too
         (`add_cautious_weight_decay`).
-      b1_elsewhere: Decay of the running average of updates of everything else, in [0, 1). With
-        0 none is kept.
+      b1_elsewhere: Likewise of the running average of updates of everything else.
       rate_elsewhere: What updates of everything else are multiplied by, above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
         of the directions, as in AdaMuon, has `second_moment=True` and `min_dim_size_to_factor`
@@ -129,8 +129,8 @@ def adapprox_muon(
     AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
-    require("b1", b1, lambda x: 0 < x < 1, "a number in (0, 1)")
-    require("b1_elsewhere", b1_elsewhere, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    for name, decay in (("b1", b1), ("b1_elsewhere", b1_elsewhere)):
+        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("rate_elsewhere", rate_elsewhere, lambda x: x > 0, "a number above 0")
     require_choice("second_moment", second_moment, (True, False, "neurons"))
     require_integer("newton_schulz_steps", newton_schulz_steps, 1)
@@ -164,14 +164,14 @@ def adapprox_muon(
         )
 
     numbers = weight_dimension_numbers
+
+    def averaged(decay: jax.typing.ArrayLike, **how: Any) -> optax.GradientTransformation:
+        if is_zero(decay):
+            return optax.identity()
+        return guided_ema(decay, mu_dtype=mu_dtype, weight_dimension_numbers=numbers, **how)
+
     direction = (
-        guided_ema(
-            b1,
-            mu_dtype=mu_dtype,
-            rounding="nearest",
-            nesterov=nesterov,
-            weight_dimension_numbers=numbers,
-        ),
+        averaged(b1, rounding="nearest", nesterov=nesterov),
         orthogonalize(newton_schulz_steps, numbers),
     )
     to_size: tuple[optax.GradientTransformation, ...] = (optax.scale(RMS),)
@@ -182,9 +182,7 @@ def adapprox_muon(
     elsewhere = (
         scaled(),
         clip_by_matrix_rms(1.0, numbers),
-        optax.identity()
-        if is_zero(b1_elsewhere)
-        else guided_ema(b1_elsewhere, mu_dtype=mu_dtype, weight_dimension_numbers=numbers),
+        averaged(b1_elsewhere),
         optax.scale(rate_elsewhere),
     )
 

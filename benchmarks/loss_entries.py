@@ -163,8 +163,13 @@ def _ours() -> dict[str, Entry]:
         "adapprox_muon, 4 bits, rank 2 elsewhere": _tuned_muon("int4", max_rank=2),
         "adapprox_muon, b1 0.95 and one rate": Entry("adapprox-muon", 1.2e-2),
     }
-    no_average = Entry("adapprox", 1.2e-3, Hyperparameters(b1=0.0), finer=True)
-    return {**entries, "adapprox, no average": no_average}
+    without = Hyperparameters(b1=0.0)
+    of_muon = AdapproxOptions(muon_b1=0.0, rate_elsewhere=2.0)
+    return {
+        **entries,
+        "adapprox, no average": Entry("adapprox", 1.2e-3, without, finer=True),
+        "adapprox_muon, no average": Entry("adapprox-muon", 1.2e-2, without, of_muon, finer=True),
+    }
 
 
 def _choices() -> dict[str, Entry]:

@@ -179,6 +179,10 @@ CASES = {
         reference_muon.Settings(exact=True, nesterov=False),
         dict(second_moment=True, min_dim_size_to_factor=10**6, nesterov=False),
     ),
+    "without an average": (
+        reference_muon.Settings(b1=0.0, neurons=1),
+        dict(b1=0.0),
+    ),
 }
 
 
@@ -256,6 +260,13 @@ def test_few_bits_follow_the_average_in_full():
         assert cosine > least, bits
 
 
+def test_without_averages_no_bytes_are_kept_for_them():
+    params = {"embedding": jnp.ones((512, 64)), "mlp": jnp.ones((64, 256))}
+    tx = adapprox_jax.adapprox_muon(1e-2, b1=0.0, b1_elsewhere=0.0, mu_dtype="int8")
+    of_factors, of_neurons = 4 * (512 + 64) * 8, 4 * 256
+    assert adapprox_jax.state_nbytes(tx, params) <= of_factors + of_neurons + 64  # and counts
+
+
 # --------------------------------------------------------------------------------- which leaves
 
 
@@ -327,7 +338,7 @@ def test_a_selection_that_does_not_fit_is_refused(chosen, message):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("b1", 0.0),
+        ("b1", -0.1),
         ("b1", 1.0),
         ("b1_elsewhere", 1.5),
         ("b2", 2),
