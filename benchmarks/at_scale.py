@@ -22,6 +22,7 @@ import jax
 import tyro
 
 from benchmarks import record_files
+from benchmarks.accelerator import require_accelerator
 from benchmarks.loss_entries import GROUPS, Entry
 from examples.gpt2 import plots, records
 from examples.gpt2.checkpoints import any_saved
@@ -144,7 +145,11 @@ def is_done(label: str, scale: Scale) -> bool:
 
 
 def main(
-    scale: Scale, minutes: float = 9.0, only: str | None = None, output: pathlib.Path = RESULTS
+    scale: Scale,
+    minutes: float = 9.0,
+    only: str | None = None,
+    output: pathlib.Path = RESULTS,
+    cpu: bool = False,
 ) -> None:
     """Trains what is missing, until the time is up.
 
@@ -153,6 +158,7 @@ def main(
       minutes: In all; then the run at work saves and ends.
       only: One of `LABELS`, which is trained to its end in this process.
       output: Folder for the record and the picture.
+      cpu: Train on a CPU, too, if there is no accelerator.
     """
     if only is not None:
         if only not in LABELS:
@@ -161,6 +167,7 @@ def main(
         config = dataclasses.replace(config, resume=any_saved(config.out))
         raise SystemExit(exit_code(lambda: run(config), "the same command"))
     end = time.monotonic() + 60 * minutes
+    kind = require_accelerator(cpu)
     write_text(scale.folder, scale.mebibytes)
     for label in LABELS:
         while not is_done(label, scale):
@@ -170,7 +177,7 @@ def main(
                 raise SystemExit(f"{label} is not done: the same command goes on.")
             if code:
                 raise SystemExit(code)
-    write_results(scale, output)
+    write_results(scale, output, kind)
 
 
 def _train(label: str, seconds: float) -> int:
@@ -191,8 +198,8 @@ def _train(label: str, seconds: float) -> int:
                 ) from None
 
 
-def write_results(scale: Scale, output: pathlib.Path) -> None:
-    """Writes the record of all runs, their curves and a table."""
+def write_results(scale: Scale, output: pathlib.Path, kind: str) -> None:
+    """Writes the record of all runs on a kind of device, their curves and a table."""
     found = {}
     for label in LABELS:
         rows = rows_of(label, scale)
@@ -205,7 +212,6 @@ def write_results(scale: Scale, output: pathlib.Path) -> None:
             "validation_loss": curve[-1][1],
             "tokens_per_second": speeds[len(speeds) // 2],
         }
-    kind = jax.devices()[0].device_kind
     record = {
         "command": f"python -m benchmarks.at_scale {' '.join(sys.argv[1:])}".strip(),
         "device": kind,

@@ -14,6 +14,7 @@ from typing import Literal
 
 import tyro
 
+from benchmarks.accelerator import require_accelerator
 from benchmarks.record_files import name_of_device
 
 RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
@@ -77,14 +78,7 @@ def main(seconds: float = 570.0, output: pathlib.Path = RESULTS, cpu: bool = Fal
     """
     if seconds <= 0:
         raise SystemExit(f"seconds is {seconds}; allowed: a number above 0.")
-    # In a process of its own, because JAX takes most of a GPU's memory and keeps it.
-    ask = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)"
-    answer = subprocess.run(
-        [sys.executable, "-c", ask], check=True, stdout=subprocess.PIPE, text=True
-    )
-    platform, kind = answer.stdout.strip().split(maxsplit=1)
-    if platform == "cpu" and not cpu:
-        raise SystemExit("JAX sees no accelerator here; --cpu measures the CPU.")
+    kind = require_accelerator(cpu)
     output.mkdir(parents=True, exist_ok=True)
     raise SystemExit(int(run_parts(PARTS, seconds, output, name_of_device(kind)) > 0))
 

@@ -39,16 +39,22 @@ def test_an_unknown_label_is_named(tmp_path):
         at_scale.main(at_scale.Scale(folder=tmp_path), only="adam")
 
 
+def test_a_machine_without_an_accelerator_is_told_before_anything_is_written(tmp_path):
+    with pytest.raises(SystemExit, match="JAX sees no accelerator here; --cpu takes the CPU"):
+        at_scale.main(at_scale.Scale(folder=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.slow
 def test_pieces_end_in_a_record(tmp_path, monkeypatch):
     options = ["--model", "tiny", "--steps", "4", "--batch-size", "2", "--mebibytes", "1"]
-    options += ["--dtype", "float32", "--folder", str(tmp_path)]
+    options += ["--dtype", "float32", "--folder", str(tmp_path), "--cpu"]
     monkeypatch.setattr(sys, "argv", ["at_scale", *options])
     scale = at_scale.Scale("tiny", 4, 2, 1, 1, dtype="float32", folder=tmp_path)
     with pytest.raises(SystemExit, match="is not done: the same command goes on"):
-        at_scale.main(scale, minutes=0.05, output=tmp_path / "results")
+        at_scale.main(scale, minutes=0.05, output=tmp_path / "results", cpu=True)
     assert not (tmp_path / "results").exists()
-    at_scale.main(scale, minutes=30, output=tmp_path / "results")
+    at_scale.main(scale, minutes=30, output=tmp_path / "results", cpu=True)
     [file] = (tmp_path / "results").glob("tiny_*.json")
     record = json.loads(file.read_text())
     assert tuple(record["runs"]) == at_scale.LABELS

@@ -22,7 +22,7 @@ def test_parts_are_run_until_the_time_is_up(tmp_path, capfd):
 
 
 def test_a_machine_without_an_accelerator_is_told():
-    with pytest.raises(SystemExit, match="JAX sees no accelerator here; --cpu measures the CPU"):
+    with pytest.raises(SystemExit, match="JAX sees no accelerator here; --cpu takes the CPU"):
         main()
     with pytest.raises(SystemExit, match="seconds is 0; allowed: a number above 0"):
         main(seconds=0)
