@@ -3,8 +3,9 @@
 Here CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
 leaves go one after the other, each in full, with branches for what is not needed. On accelerators
 they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: then the sums over
-devices of a phase are done for all leaves at once. Adaptive ranks start otherwise in phases; on a
-mesh of CPUs they take the way of one CPU, so that its ranks are theirs.
+devices of a phase are done for all leaves at once. In phases adaptive ranks work on all columns of
+their buffers, and may differ from those of a CPU; so on a mesh of CPUs they go one after the other,
+and have the ranks of one CPU.
 """
 
 from collections.abc import Sequence
@@ -99,7 +100,7 @@ def step_all_in_phases(
     views: tuple[MatrixView, ...],
     settings: Settings,
 ) -> list[tuple[jax.Array, LeafState]]:
-    """`step_leaves` on an accelerator: the factored leaves in phases."""
+    """`step_leaves` on an accelerator, or of fixed ranks on a mesh: factored leaves in phases."""
     factored = [i for i, state in enumerate(states) if state.is_factored]
     stacks = step_in_phases(
         traced,

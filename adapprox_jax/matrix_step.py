@@ -160,10 +160,11 @@ def image_and_quotient(
 
 
 def unit_scale(grad: jax.Array, largest_u: jax.Array, approximation: Approximation) -> jax.Array:
-    """A power of two near the largest entries of the root of V, or of G where there is no V yet.
+    """A power of two about as large as the entries of the root of V, or of G where V is 0.
 
     Divided by it, squares neither overflow nor vanish, and to undo the division rounds nothing. A
-    gradient may be 1e18 times as large as all before it; and 1e7 after none but vanishing ones.
+    gradient may be 1e18 times as large as all before it, and as large as 1e7 where all before it
+    were below 1e-12.
 
     Args:
       grad: G, of any shape.

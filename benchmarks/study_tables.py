@@ -141,27 +141,37 @@ def choices_table(results: Results) -> str:
     return _table(["change of one thing", *titles], rows)
 
 
-def claims(results: Results) -> str:
-    """Opponents that are better in bytes and loss, and our small ones against those of _CLAIMED."""
-    lines = []
+def rivals_table(results: Results) -> str:
+    """Opponents with no more bytes and a lower loss than one of ours, and by how much."""
+    rows = []
     for text in TEXTS:
-        ours = {x: results[text, x] for x in GROUPS["ours"] if (text, x) in results}
-        theirs = {x: results[text, x] for x in GROUPS["opponents"] if (text, x) in results}
-        if not ours or not theirs:
-            continue
-        lines.append(
-            f"- {text}, {len(theirs)} opponents: {_lower_with_no_more_bytes(ours, theirs)}"
-        )
+        for label in GROUPS["ours"]:
+            one = results.get((text, label))
+            for other in GROUPS["opponents"]:
+                its = results.get((text, other))
+                if one is None or its is None or its.bytes_a_parameter > one.bytes_a_parameter:
+                    continue
+                mean, error, _ = difference(its, one)
+                if mean < 0:
+                    clear = "yes" if mean < -(error or 0) else "no"
+                    rows.append([text, other, label, _with_error(f"{mean:.4f}", error), clear])
+    titles = ["opponent", "is below", "by (paired)", "more than its error"]
+    return _table(["", *titles], rows, empty="None.")
+
+
+def claims_table(results: Results) -> str:
+    """Ours of few bytes, each beside the best of those that it should not end above."""
+    rows = []
+    for text in TEXTS:
         for mine, others in _CLAIMED:
             best = lowest(results, text, others)
-            if mine in ours and best is not None:
-                one, other = ours[mine], theirs[best]
+            if (text, mine) in results and best is not None:
+                one, other = results[text, mine], results[text, best]
                 mean, error, seeds = difference(one, other)
-                lines.append(
-                    f"- {text}: {mine} ({one.bytes_a_parameter:.2f} bytes per parameter) minus"
-                    f" {best}: {_with_error(f'{mean:+.4f}', error)} over {seeds} seeds."
-                )
-    return "\n".join(lines)
+                words = _with_error(f"{mean:+.4f}", error)
+                rows.append([text, mine, _bytes(one), best, words, str(seeds)])
+    titles = ["", "bytes per parameter", "minus the best of them", "difference (paired)", "seeds"]
+    return _table(["", *titles], rows)
 
 
 def pairs_table(results: Results) -> str:
@@ -240,21 +250,6 @@ _OF_NOISE = (
     (NOISY, "Adafactor"),
     (NOISY, "Adafactor, 4 bits"),
 )
-
-
-def _lower_with_no_more_bytes(ours: dict[str, Summary], theirs: dict[str, Summary]) -> str:
-    """Opponents that do better on both counts, in words."""
-    clearly, hardly = [], []
-    for label, one in ours.items():
-        for other, its in theirs.items():
-            mean, error, _ = difference(its, one)
-            if its.bytes_a_parameter <= one.bytes_a_parameter and mean < 0:
-                words = f"{other}, below {label} ({_with_error(f'{mean:.4f}', error)})"
-                (clearly if mean < -(error or 0) else hardly).append(words)
-    return (
-        "with no more bytes and a loss that is lower by more than a standard error:"
-        f" {'; '.join(clearly) or 'none'}. By less: {'; '.join(hardly) or 'none'}."
-    )
 
 
 def rates(results: Results) -> str:
@@ -370,9 +365,11 @@ def effort(rows: list[dict[str, Any]], results: Results) -> str:
     return table + left_out
 
 
-def _table(titles: list[str], rows: list[list[str]]) -> str:
+def _table(
+    titles: list[str], rows: list[list[str]], empty: str = "Not all runs are there yet."
+) -> str:
     if not rows:
-        return "Not all runs are there yet."
+        return empty
     return "\n".join(map(_row, [titles, ["---"] + ["---:"] * (len(titles) - 1), *rows]))
 
 

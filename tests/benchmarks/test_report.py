@@ -90,12 +90,11 @@ def test_differences_are_paired_by_seed():
         (
             "claims",
             [
-                "- code, 1 opponents: with no more bytes and a loss that is lower by more than a"
-                " standard error: none. By less: none.",
-                "- code: adapprox, 4 bits (1.00 bytes per parameter) minus AdamW, b2 0.999,"
-                " clipped: -0.3500 ± 0.0500 over 2 seeds.",
+                "| code | adapprox, 4 bits | 1.00 | AdamW, b2 0.999, clipped | -0.3500 ± 0.0500"
+                " | 2 |",
             ],
         ),
+        ("rivals", ["None."]),
     ],
 )
 def test_what_the_blocks_say(block, lines):
@@ -110,11 +109,10 @@ def test_opponents_with_lower_loss_and_no_more_bytes_are_named():
         ("code", "CAME"): summary([2.8, 3.3], 2.0),
         ("code", "Muon"): summary([2.5, 2.6], 9.0),
     }
-    line = BLOCKS["claims"](results).splitlines()[0]
-    assert line.startswith("- code, 4 opponents: ")
-    clearly, hardly = line.split(" By less: ")
-    assert clearly.endswith("error: SM3, below adapprox (-0.5500 ± 0.0500).")
-    assert hardly == "CAME, below adapprox (-0.0500 ± 0.1500)."
+    assert BLOCKS["rivals"](results).splitlines()[2:] == [
+        "| code | CAME | adapprox | -0.0500 ± 0.1500 | no |",
+        "| code | SM3 | adapprox | -0.5500 ± 0.0500 | yes |",
+    ]
 
 
 def test_every_run_is_on_the_page_and_the_chosen_rate_is_bold():
