@@ -5,7 +5,14 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from benchmarks.loss_entries import FASTER_ELSEWHERE, GROUPS, GROUPS_OF, NOISY, SETTINGS
+from benchmarks.loss_entries import (
+    AS_MUON,
+    FASTER_ELSEWHERE,
+    GROUPS,
+    GROUPS_OF,
+    NOISY,
+    SETTINGS,
+)
 from benchmarks.loss_study import entries
 from benchmarks.study_results import (
     ADAMW,
@@ -228,19 +235,25 @@ _PAIRS = (
         (f"adapprox, 4 bits, {words}{FASTER_ELSEWHERE}", "adapprox, 4 bits")
         for words in ("", "b2 1 - t^-0.8, ")
     ),
+    ("Muon, clipped", "Muon"),
     ("adapprox_muon", "Muon"),
+    (AS_MUON, "Muon"),
+    ("adapprox_muon", "NorMuon"),
     ("adapprox_muon", "AdaMuon"),
     ("adapprox_muon, 4 bits", "Muon"),
+    ("adapprox_muon, 4 bits", "NorMuon"),
     ("adapprox_muon, 4 bits", "AdaMuon"),
 )
 _OF_DIRECTIONS = (
     ("adapprox_muon, rank 8", "adapprox_muon"),
+    ("NorMuon", "adapprox_muon"),
     ("AdaMuon", "adapprox_muon"),
     ("adapprox_muon, rank 8", "AdaMuon"),
     ("adapprox_muon, 4 bits", "adapprox_muon"),
 )
 _OF_AVERAGES = {
     "adapprox, no average": "adapprox",
+    "adapprox_muon, no average": "adapprox_muon",
     "Adafactor, no average": "Adafactor",
     "AdamW, clipped, no average": "AdamW, b2 0.999, clipped",
 }
