@@ -131,7 +131,6 @@ def _opponents() -> dict[str, Entry]:
         "SM3": Entry("sm3", 1e-1),
         "SM3, no decay": Entry("sm3", 1e-1, Hyperparameters(weight_decay=0.0)),
         "GaLore, b2 0.95, clipped": Entry("galore", 2.4e-3, clipped[0.95]),
-        "GaLore, b2 0.999, clipped": Entry("galore", 9.6e-3, clipped[0.999]),
         "Muon": Entry("muon", 1.2e-2, options=_OF_MUON, seeds=5, finer=True),
         "Muon, clipped": Entry(
             "muon", 1.2e-2, Hyperparameters(clip_norm=1.0), _OF_MUON, seeds=5, finer=True
