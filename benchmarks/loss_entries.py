@@ -167,7 +167,9 @@ def _ours() -> dict[str, Entry]:
     return {
         **entries,
         "adapprox, no average": Entry("adapprox", 1.2e-3, without, finer=True),
-        "adapprox_muon, no average": Entry("adapprox-muon", 1.2e-2, without, of_muon, finer=True),
+        "adapprox_muon, no average": Entry(
+            "adapprox-muon", 1.2e-2, without, of_muon, seeds=5, finer=True
+        ),
     }
 
 

@@ -22,6 +22,7 @@ FIRST = (
     f"AdamW, b2 0.999, clipped, {FASTER_ELSEWHERE}",
     f"Adafactor, 4 bits, {FASTER_ELSEWHERE}",
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
+    "adapprox_muon, no average",
     *("adapprox_muon, b1 0.95 and one rate", "Muon", "AdaMuon"),
 )
 
