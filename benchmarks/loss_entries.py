@@ -32,6 +32,7 @@ NEVER = math.inf  # a clipping threshold that no update reaches
 ALWAYS = 0.01  # one that every update reaches, so that all have one size
 FASTER_ELSEWHERE = "8 times the rate elsewhere"
 AS_MUON = "adapprox_muon, b1 and rate elsewhere of Muon"
+AS_OURS = "Muon, b1 and rate elsewhere of adapprox_muon"
 NOISY = "Adafactor, float32 with the noise of 4 bits"
 
 
@@ -110,7 +111,6 @@ def _opponents() -> dict[str, Entry]:
             for b2, hyper in clipped.items()
         },
         "AdamW, b2 0.95": Entry("adamw", 2.4e-3, Hyperparameters(b2=0.95)),
-        "AdamW, b2 0.999": Entry("adamw", 2.4e-3),
         f"AdamW, b2 0.95, clipped, {FASTER_ELSEWHERE}": Entry(
             "adamw", 2.4e-3, clipped[0.95], faster[None]
         ),
@@ -174,7 +174,10 @@ def _ours() -> dict[str, Entry]:
 
 
 def _choices() -> dict[str, Entry]:
-    """What could be another default of `adapprox`, and of `adapprox_muon`, one change at a time."""
+    """What could be another default of `adapprox` or `adapprox_muon`, one change at a time.
+
+    And what could be another Muon beside them.
+    """
     dense = {
         f"adapprox, best {words} of rank 8": Entry(
             "adapprox-dense", 2.4e-3, options=AdapproxOptions(approximate=kind), seeds=3
@@ -221,6 +224,14 @@ def _choices() -> dict[str, Entry]:
         "adapprox_muon, cautious decay": _tuned_muon(cautious_weight_decay=True),
         "adapprox_muon, half the decay": _tuned_muon(weight_decay=0.05),
         "adapprox_muon, no decay": _tuned_muon(weight_decay=0.0),
+        **{
+            label: Entry("muon", 1.2e-2, options=options)
+            for label, options in {
+                "Muon, unchanged": _OF_MUON,
+                AS_OURS: AdapproxOptions(muon_b1=0.8, rate_elsewhere=2.0),
+                "Muon, b2 0.999 elsewhere": dataclasses.replace(_OF_MUON, muon_b2=0.999),
+            }.items()
+        },
     }
 
 

@@ -54,7 +54,11 @@ def constant_decay(step: jax.typing.ArrayLike, rate: jax.typing.ArrayLike) -> ja
 
 
 def muon(
-    b1: float, of_hidden: float | None, rate_elsewhere: float | None, decay: Part
+    b1: float,
+    of_hidden: float | None,
+    b2: float | None,
+    rate_elsewhere: float | None,
+    decay: Part,
 ) -> list[Part]:
     """Optax's Muon with rates like AdamW's, of the matrices that `adapprox_muon` orthogonalizes.
 
@@ -63,6 +67,7 @@ def muon(
     Args:
       b1: Of Adam, for everything else.
       of_hidden: b1 of the hidden matrices; None for Optax's default.
+      b2: Of Adam, for everything else; None for that of `adapprox_muon`.
       rate_elsewhere: What the rate of everything else is multiplied by; None for 1.
       decay: The weight decay.
     """
@@ -70,7 +75,7 @@ def muon(
         "learning_rate": -1.0,
         "consistent_rms": 0.2,
         "adam_b1": b1,
-        "adam_b2": MUON_B2,
+        "adam_b2": MUON_B2 if b2 is None else b2,
         "muon_weight_dimension_numbers": hidden_numbers,
     }
     if of_hidden is not None:

@@ -124,8 +124,9 @@ class AdapproxOptions:
     muon_b1: float | None = None
     """Of adapprox-muon and muon: b1 of the hidden matrices."""
     muon_b2: float | None = None
-    """Of adapprox-muon alone, as all that follow: b2 of all leaves."""
+    """Of adapprox-muon b2 of all leaves, of muon b2 of everything but the hidden matrices."""
     nesterov: bool | None = None
+    """Of adapprox-muon alone, as all that follow."""
     newton_schulz_steps: int | None = None
     second_moment: bool | Literal["neurons"] | None = None
 
@@ -192,7 +193,7 @@ def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> di
       name: One of `NAMES`.
       hyper: What all optimizers share.
       options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the rate elsewhere, the b1 of "muon" and the type of the average of "adafactor".
+        the rate elsewhere, b1 and b2 of "muon" and the type of the average of "adafactor".
 
     Returns:
       The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
@@ -249,7 +250,8 @@ def _parts(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> list
         case "galore":
             return opponents.galore(b1, b2, end)
         case "muon":
-            return opponents.muon(b1, options.muon_b1, options.rate_elsewhere, end)
+            of_muon = options.muon_b1, options.muon_b2, options.rate_elsewhere
+            return opponents.muon(b1, *of_muon, end)
         case "sm3":
             return opponents.sm3(b1, end)
         case _:
@@ -321,7 +323,7 @@ def build(
       learning_rate: A number or a schedule.
       hyper: What all optimizers share.
       options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the rate elsewhere, the b1 of "muon" and the type of the average of "adafactor".
+        the rate elsewhere, b1 and b2 of "muon" and the type of the average of "adafactor".
 
     Returns:
       An Optax gradient transformation.
