@@ -23,7 +23,7 @@ FIRST = (
     f"Adafactor, 4 bits, {FASTER_ELSEWHERE}",
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
     "adapprox_muon, no average",
-    *("adapprox_muon, b1 0.95 and one rate", "Muon", "AdaMuon"),
+    *("adapprox_muon, b1 0.95 and one rate", "Muon", "NorMuon", "AdaMuon"),
 )
 
 # In full precision, clipped and not.
