@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from benchmarks.loss_entries import FASTER_ELSEWHERE, GROUPS, SETTINGS, Entry
+from benchmarks.loss_entries import AS_OURS, FASTER_ELSEWHERE, GROUPS, SETTINGS, Entry
 from benchmarks.loss_study import Lookup, config_of, entries, recorded, tuned
 from examples.gpt2.compare import loss_of
 from examples.gpt2.config import resolve, settings
@@ -23,7 +23,7 @@ FIRST = (
     f"Adafactor, 4 bits, {FASTER_ELSEWHERE}",
     *("adapprox_muon", "adapprox_muon, 8 bits", "adapprox_muon, 4 bits"),
     "adapprox_muon, no average",
-    *("adapprox_muon, b1 0.95 and one rate", "Muon", "NorMuon", "AdaMuon"),
+    *("adapprox_muon, b1 0.95 and one rate", "Muon", AS_OURS, "NorMuon", "AdaMuon"),
 )
 
 # In full precision, clipped and not.

@@ -7,6 +7,7 @@ from typing import Any
 
 from benchmarks.loss_entries import (
     AS_MUON,
+    AS_OURS,
     FASTER_ELSEWHERE,
     GROUPS,
     GROUPS_OF,
@@ -236,11 +237,14 @@ _PAIRS = (
         for words in ("", "b2 1 - t^-0.8, ")
     ),
     ("Muon, clipped", "Muon"),
+    (AS_OURS, "Muon"),
     ("adapprox_muon", "Muon"),
+    ("adapprox_muon", AS_OURS),
     (AS_MUON, "Muon"),
     ("adapprox_muon", "NorMuon"),
     ("adapprox_muon", "AdaMuon"),
     ("adapprox_muon, 4 bits", "Muon"),
+    ("adapprox_muon, 4 bits", AS_OURS),
     ("adapprox_muon, 4 bits", "NorMuon"),
     ("adapprox_muon, 4 bits", "AdaMuon"),
 )
