@@ -23,7 +23,7 @@ import tyro
 
 from benchmarks import record_files
 from benchmarks.accelerator import require_accelerator
-from benchmarks.loss_entries import GROUPS, Entry
+from benchmarks.loss_entries import AS_OURS, GROUPS, Entry
 from examples.gpt2 import plots, records
 from examples.gpt2.checkpoints import any_saved
 from examples.gpt2.command import exit_code
@@ -36,7 +36,7 @@ _ALL: dict[str, Entry] = {**GROUPS["ours"], **GROUPS["opponents"]}
 RATES = {
     "AdamW, b2 0.999, clipped": 3.4e-3,
     "adapprox": 3.4e-3,
-    "Muon": 1.2e-2,
+    AS_OURS: 1.7e-2,
     "adapprox_muon": 1.2e-2,
     "adapprox_muon, 4 bits": 1.7e-2,
 }

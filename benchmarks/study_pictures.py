@@ -58,7 +58,7 @@ def _draw_part(axes: Axes, drawn: list[tuple[Summary, dict[str, Any]]], top: flo
         labels.append((one.bytes_a_parameter, at, words, style["color"]))
     low, high = min(ends), max(ends)
     margin = 0.1 * (high - low) or 0.1
-    axes.set(xlim=(0.06, 64), ylim=(low - margin, high + margin))
+    axes.set(xlim=(0.06, 128), ylim=(low - margin, high + margin))
     axes.set_xscale("log", base=2)
     ticks = ("0.125", "0.25", "0.5", "1", "2", "4", "8")
     axes.set_xticks([float(tick) for tick in ticks], ticks)
@@ -85,7 +85,7 @@ def _name(
     ]
     for x, y, words, color in sorted(labels, key=lambda label: label[1]):
         left = math.log2(x) + 0.18
-        right = left + 0.064 * len(words)
+        right = left + 0.07 * len(words)
         steps = (sign * step for step in range(99) for sign in (1, -1))
         at = next(
             y + step * line / 2

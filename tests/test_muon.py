@@ -379,6 +379,8 @@ def test_the_state_is_read_resized_and_counted():
     for mu_dtype, most in (("int5", 0.72), ("int4", 0.59)):
         tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype=mu_dtype)
         assert adapprox_jax.state_nbytes(tx, params) < most * count
+    without = adapprox_jax.adapprox_muon(1e-3, b1=0.0, b1_elsewhere=0.0)
+    assert adapprox_jax.state_nbytes(without, params) < 0.025 * count  # README: 0.02
 
 
 def test_leaves_without_entries_pass():

@@ -170,10 +170,14 @@ def test_an_unknown_optimizer_is_refused(of):
         of("sgd")
 
 
-def test_muons_b1_is_that_of_its_matrices():
-    hyper, options = optimizers.Hyperparameters(), optimizers.AdapproxOptions(muon_b1=0.5)
+def test_muons_b1_is_that_of_its_matrices_and_its_b2_that_of_adam():
+    hyper = optimizers.Hyperparameters()
+    options = optimizers.AdapproxOptions(muon_b1=0.5, muon_b2=0.999)
     used = optimizers.settings("muon", hyper, options)["muon"]
-    assert (used["beta"], used["adam_b1"]) == (0.5, 0.9)
+    assert (used["beta"], used["adam_b1"], used["adam_b2"]) == (0.5, 0.9, 0.999)
+    assert (
+        optimizers.settings("muon", hyper, optimizers.AdapproxOptions())["muon"]["adam_b2"] == 0.95
+    )
 
 
 def test_muons_rate_elsewhere_is_that_of_adam():
