@@ -123,6 +123,8 @@ def varying_alike(tree: Any) -> Any:
     There the type of an array says over which axes of the mesh it varies, and the branches of a
     `cond` and the carry of a loop must have one type. Elsewhere nothing changes.
     """
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return tree
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(tree)]
     alike = jnp.zeros((), bool)
     for leaf in leaves:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.by_platform import by_platform
 from adapprox_jax.sharding import devices_in_use, explicit_sharding
 
 _SMALL = 10**5  # numbers of an array that may be copied
@@ -89,9 +90,14 @@ def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """
     results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > _SMALL}
     small = [i for i in range(len(stacks)) if i not in results]
-    sums = together(
-        lambda groups: [_sum(x) for x in groups], [stacks[i] for i in small], have_sides=True
-    )
+
+    def one_by_one(*stacks: jax.Array) -> list[jax.Array]:
+        return [_sum(x) for x in stacks]
+
+    def put_together(*stacks: jax.Array) -> list[jax.Array]:
+        return together(lambda groups: one_by_one(*groups), stacks, have_sides=True)
+
+    sums = by_platform(*(stacks[i] for i in small), cpu=one_by_one, default=put_together)
     results.update(zip(small, sums, strict=True))
     return [results[i] for i in range(len(stacks))]
 
