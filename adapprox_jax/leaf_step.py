@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from adapprox_jax.approximation import APPROXIMATIONS, average_of_moments
 from adapprox_jax.by_platform import by_platform
-from adapprox_jax.larger_ranks import with_larger_ranks
 from adapprox_jax.matrix_step import divide_by_root, step_matrix, within_range
 from adapprox_jax.matrix_view import (
     MatrixView,
@@ -88,11 +87,7 @@ def step_in_turn(
             ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
             last_error = jnp.max(new.error)
         results.append((scaled, new))
-    found = [new for _, new in results]
-    new_states = with_larger_ranks(
-        traced, grads, states, found, known=known, views=views, settings=settings
-    )
-    return [(scaled, new) for (scaled, _), new in zip(results, new_states, strict=True)]
+    return results
 
 
 @partial(jax.jit, static_argnames=("known", "views", "settings"))
@@ -167,11 +162,8 @@ def step_leaf(
     def of_all(
         traced: StepScalars, ready: jax.Array, grad: jax.Array, state: LeafState
     ) -> tuple[jax.Array, LeafState]:
-        batch, rows, _ = view_shape(grad.shape, view)
-        has_larger_sizes = len(settings.rank.sizes(state.q.shape[-1], rows)) > 1
-        # Wide buffers would be copied for that. Of these the rank tells which columns are read.
-        name = "rank" if has_larger_sizes else "q"
-        waiting = state._replace(**{name: begin_after(ready, getattr(state, name))}, nu=())
+        batch, _, _ = view_shape(grad.shape, view)
+        waiting = state._replace(q=begin_after(ready, state.q), nu=())
         operands = traced, to_matrices(grad, view), waiting
         traced, matrices, waiting = varying_alike(operands)
         scaled, new = map_matrices(lambda one: of_one(traced, *one), (matrices, waiting), batch)

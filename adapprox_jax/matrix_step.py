@@ -17,13 +17,7 @@ import numpy as np
 from adapprox_jax.approximation import Approximation, average_of_moments
 from adapprox_jax.products import contract, outer, tiled_products
 from adapprox_jax.random_start import start_columns, warm_start
-from adapprox_jax.rank import (
-    Factors,
-    decompose_at_rank,
-    rank_to_begin_with,
-    size_index,
-    truncate,
-)
+from adapprox_jax.rank import Factors, decompose_at_rank, size_index, truncate
 from adapprox_jax.settings import Settings
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars
@@ -39,13 +33,12 @@ class SecondMoment(NamedTuple):
     target_scale: jax.Array  # and what the target is divided by
     gradient: Callable[[jax.typing.ArrayLike], jax.Array]  # a tile of G / scale
     target: Callable[[jax.typing.ArrayLike], jax.Array]  # a tile of the target / target_scale
-    has_previous: jax.Array  # whether there is a V_(t-1)
 
 
 def step_matrix(
     scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
 ) -> tuple[jax.Array, LeafState]:
-    """One step of Algorithm 3 for one matrix, up to the quotient, at the first size of the rank.
+    """One step of Algorithm 3 for one matrix, up to the quotient.
 
     Args:
       scalars: The numbers of this step.
@@ -54,95 +47,46 @@ def step_matrix(
       settings: Of the optimizer.
 
     Returns:
-      The scaled gradient in its shape and type, and the new state, in buffers of that size. Where
-      its rank is larger than they are, `step_beyond` is to find it.
+      The scaled gradient in its shape and type, and the new state.
     """
-    moment = second_moment_of(scalars, grad, state, settings)
-    rule, (rows, capacity) = settings.rank, state.q.shape
-    size = rule.sizes(capacity, rows)[0]
-    width = settings.subspace.width(size, rows)
-    start = start_of(width, moment, scalars, state, settings)
+    moment, largest_u = second_moment_of(scalars, grad, state, settings)
+    q, u, rank, error, drift, _ = state
+    dtype = jnp.promote_types(grad.dtype, jnp.float32)
+    rule, subspace = settings.rank, settings.subspace
+
+    def start_of(width: int) -> jax.Array:
+        start = start_columns(scalars.draws, width, dtype, u.shape[0])
+        if not subspace.warm_start:
+            return start
+        known = jnp.where(largest_u > 0, rank, 0)
+        return warm_start(start, u, known, 1 / moment.target_scale)
+
+    rows, capacity = q.shape
+    start = start_of(subspace.width(rule.sizes(capacity, rows)[0], rows))
     image, scaled = image_and_quotient(moment, start, scalars, settings.approximation, grad.dtype)
-    wanted = rank_to_begin_with(state.rank, rule.is_measured(scalars.step), capacity, rule)
-    return scaled, _factored(moment, lambda _: image, wanted, (size,), scalars, state, settings)
-
-
-def step_beyond(
-    scalars: StepScalars, grad: jax.Array, state: LeafState, wanted: jax.Array, settings: Settings
-) -> LeafState:
-    """The new state of a matrix for which the first size of the rank does not do.
-
-    Args:
-      scalars: As for `step_matrix`.
-      grad: Likewise.
-      state: Likewise, of the last step.
-      wanted: The rank that it found, above that size.
-      settings: Of the optimizer.
-
-    Returns:
-      The state, in buffers of their full width.
-    """
-    moment = second_moment_of(scalars, grad, state, settings)
-    rows, capacity = state.q.shape
     products = tiled_products(moment.target, moment.tiling)
-
-    def image_of(width: int) -> jax.Array:
-        return products.image(start_of(width, moment, scalars, state, settings))
-
-    sizes = settings.rank.sizes(capacity, rows)[1:]
-    return _factored(moment, image_of, wanted, sizes, scalars, state, settings)
-
-
-def start_of(
-    width: int,
-    moment: SecondMoment,
-    scalars: StepScalars,
-    state: LeafState,
-    settings: Settings,
-) -> jax.Array:
-    """The start of the subspace iteration for one matrix, (n, width)."""
-    start = start_columns(scalars.draws, width, moment.scale.dtype, state.u.shape[0])
-    if not settings.subspace.warm_start:
-        return start
-    known = jnp.where(moment.has_previous, state.rank, 0)
-    return warm_start(start, state.u, known, 1 / moment.target_scale)
-
-
-def _factored(
-    moment: SecondMoment,
-    image_of: Callable[[int], jax.Array],
-    wanted: jax.Array,
-    sizes: tuple[int, ...],
-    scalars: StepScalars,
-    state: LeafState,
-    settings: Settings,
-) -> LeafState:
-    """The state of a matrix whose second moment is factored at one of the given sizes."""
-    products = tiled_products(moment.target, moment.tiling)
-    measured = settings.rank.is_measured(scalars.step)
+    measured = rule.is_measured(scalars.step)
+    previous = Factors(q.astype(dtype), u.astype(dtype), rank, error)
     decomposition, rank = decompose_at_rank(
-        products,
-        image_of,
-        wanted,
-        sizes,
-        state.q.shape,
-        measured,
-        scalars.error_threshold,
-        settings.rank,
-        settings.subspace,
+        products, start_of, image, previous, measured, scalars.error_threshold, rule, subspace
     )
-    like = Factors(state.q, state.u, state.rank, state.error)
-    rounding = rounding_bits(scalars.rounding, decomposition.q, decomposition.u, state.q.dtype)
-    factors, norm = truncate(decomposition, rank, products, measured, like, rounding)
+    factors, norm = truncate(
+        decomposition,
+        rank,
+        products,
+        measured,
+        previous._replace(q=q, u=u),
+        rounding_bits(scalars.rounding, q, u),
+    )
     decay = settings.approximation.drift_decay(scalars.b2)
-    drift = accumulate_drift(state.drift, factors.error, moment.target_scale * norm, decay)
-    new_u = within_range(factors.u * moment.target_scale, state.u.dtype).astype(state.u.dtype)
-    return state._replace(**factors._replace(u=new_u)._asdict(), drift=drift)
+    drift = accumulate_drift(drift, factors.error, moment.target_scale * norm, decay)
+    new_u = within_range(factors.u * moment.target_scale, u.dtype).astype(u.dtype)
+    return scaled, state._replace(**factors._replace(u=new_u)._asdict(), drift=drift)
 
 
 def second_moment_of(
     scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
-) -> SecondMoment:
+) -> tuple[SecondMoment, jax.Array]:
     """V_t = b2 V_(t-1) + (1 - b2) G^2 of one matrix.
 
     Args:
@@ -150,6 +94,9 @@ def second_moment_of(
       grad: G, (m, n) or (n, m).
       state: Of this matrix.
       settings: Of the optimizer.
+
+    Returns:
+      V_t, and the largest magnitude in u, which is 0 where there is no V_(t-1) yet.
     """
     approximation, tiling = settings.approximation, tiling_of(grad.shape)
     dtype = jnp.promote_types(grad.dtype, jnp.float32)
@@ -177,7 +124,7 @@ def second_moment_of(
         previous = approximation.to_moment(jnp.maximum(product, 0))
         return approximation.of_moment(average_of_moments(previous, gradient(tile), scalars.b2))
 
-    return SecondMoment(tiling, scale, target_scale, gradient, target, largest_u > 0)
+    return SecondMoment(tiling, scale, target_scale, gradient, target), largest_u
 
 
 def image_and_quotient(
@@ -328,10 +275,10 @@ def within_range(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def rounding_bits(
-    bits: jax.Array | None, q: jax.Array, u: jax.Array, dtype: jax.typing.DTypeLike
+    bits: jax.Array | None, q: jax.Array, u: jax.Array
 ) -> tuple[jax.Array, jax.Array] | None:
-    """The random bits for the factors of one matrix; None where they are not kept in bfloat16."""
-    if bits is None or dtype != jnp.bfloat16:
+    """The random bits for the factors of one matrix; None where they are not in bfloat16."""
+    if bits is None or q.dtype != jnp.bfloat16:
         return None
     of_q, of_u = bits
     return of_q[: q.shape[0], : q.shape[1]], of_u[: u.shape[0], : u.shape[1]]

@@ -191,7 +191,7 @@ def kept_columns(plan: Plan, of: Matrices, factors: ThinFactors, rank: jax.Array
     q, u = (fit_columns(x, plan.capacity) for x in factors)
     if not plan.is_fixed:
         q, u = mask_columns(q, rank), mask_columns(u, rank)
-    rounding = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u, of.state.q.dtype)
+    rounding = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
     if rounding is not None:
         kept_q, kept_u = map(round_stochastically, (q, u), rounding)
     else:

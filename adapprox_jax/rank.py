@@ -207,36 +207,27 @@ def truncate(
     return Factors(kept_q, kept_u, rank, error), norm
 
 
-def rank_to_begin_with(
-    previous: jax.Array, measured: jax.Array, capacity: int, rule: RankRule
-) -> jax.Array:
-    """The rank in use, or the first one to try where it is chosen anew: an int32 scalar."""
-    first = min(rule.first(capacity) + rule.rank_margin, capacity)
-    return jnp.where(measured, first, previous).astype(jnp.int32)
-
-
 def decompose_at_rank(
     products: MatrixProducts,
-    image_of: Callable[[int], jax.Array],
-    wanted: jax.Array,
-    sizes: tuple[int, ...],
-    shape: tuple[int, int],
+    start_of: Callable[[int], jax.Array],
+    first_image: jax.Array,
+    previous: Factors,
     measured: jax.Array,
     error_threshold: jax.typing.ArrayLike,
     rule: RankRule,
     subspace: Subspace,
 ) -> tuple[Decomposition, jax.Array]:
-    """Decomposes a matrix at a fixed rank, or at the first one from `wanted` on that will do.
+    """Decomposes a matrix at the rank in use, or at one chosen anew.
 
     One decomposition tells the error at every rank up to its width (`low_rank.tail_error`), so that
-    a choice of rank costs no more than a step without one, as long as it stays within one size.
+    a choice of rank costs no more than a step without one, as long as it stays within one of the
+    rule's sizes.
 
     Args:
       products: Of A, (m, n), as for `decompose`.
-      image_of: From a width to A times a start of that width, (m, width).
-      wanted: The rank to begin with, int32 scalar; of a fixed rank it is not read.
-      sizes: Consecutive ones of the rule's.
-      shape: m and the buffers' width, which is the largest rank.
+      start_of: From a width to a start (n, width), whose first columns do not depend on it.
+      first_image: A times the start of the first of the rule's sizes.
+      previous: The last factors; the width of their buffers is the largest rank.
       measured: Whether this is a step that measures the error, and chooses the rank if it is not
         fixed.
       error_threshold: xi_thresh.
@@ -244,35 +235,26 @@ def decompose_at_rank(
       subspace: How to factor.
 
     Returns:
-      The decomposition, in buffers for ranks up to the last of `sizes`, and the rank, an int32
-      scalar: above that size where the size does not do.
+      The decomposition, in buffers, and the rank, an int32 scalar.
 
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
-    rows, capacity = shape
-    columns, widest = min(sizes[-1], capacity), subspace.width(sizes[-1], rows)
+    rows, capacity = previous.q.shape
+    sizes = rule.sizes(capacity, rows)
+    widest = subspace.width(sizes[-1], rows)
 
     def at_size(size: int) -> Decomposition:
         width = subspace.width(size, rows)
+        known = width == first_image.shape[1]
+        image = first_image if known else products.image(start_of(width))
         turned = subspace.turns(width, capacity, rule)
         rounds = subspace.rounds(width, capacity, rule)
-        found = decompose(
-            products, image_of(width), subspace, measured, rounds=rounds, turned=turned
-        )
-        q, u = (fit_columns(x, columns) for x in (found.q, found.u))
+        found = decompose(products, image, subspace, measured, rounds=rounds, turned=turned)
+        q, u = (fit_columns(x, capacity) for x in (found.q, found.u))
         return Decomposition(q, u, fit_columns(found.energies, widest), found.residual)
 
     if rule.is_fixed(capacity):
-        return at_size(capacity), jnp.full_like(wanted, capacity)
-
-    def chosen(found: Decomposition, wanted: jax.Array, size: jax.typing.ArrayLike) -> jax.Array:
-        of_found = found.energies, found.residual
-        return choose_rank(*of_found, wanted, size, capacity, threshold, rule)
-
-    threshold = jnp.where(measured, error_threshold, jnp.inf)
-    if len(sizes) == 1:
-        found = at_size(sizes[0])
-        return found, chosen(found, wanted, sizes[0])
+        return at_size(capacity), jnp.full_like(previous.rank, capacity)
 
     def attempt(carry: Any) -> Any:
         """The first rank from the one wanted on that will do, or that needs a larger size."""
@@ -280,14 +262,20 @@ def decompose_at_rank(
         index = size_index(sizes, wanted)
         size = sum((index == i) * size for i, size in enumerate(sizes))
         found = jax.lax.switch(index, [partial(at_size, size) for size in sizes])
-        next_wanted = chosen(found, wanted, size)
-        return found, jnp.minimum(next_wanted, size), next_wanted
+        of_found = found.energies, found.residual
+        chosen = choose_rank(*of_found, wanted, size, capacity, threshold, rule)
+        return found, jnp.minimum(chosen, size), chosen
 
-    like = jax.eval_shape(partial(at_size, sizes[0]))
-    nothing = jax.tree.map(lambda x: jnp.zeros_like(wanted, x.dtype, shape=x.shape), like)
-    found, rank, _ = jax.lax.while_loop(
-        lambda carry: carry[1] < carry[2], attempt, (nothing, jnp.zeros_like(wanted), wanted)
+    threshold = jnp.where(measured, error_threshold, jnp.inf)
+    chosen_first = min(rule.first(capacity) + rule.rank_margin, capacity)
+    first = jnp.where(measured, chosen_first, previous.rank).astype(jnp.int32)
+    energies, residual = (jnp.zeros_like(previous.u, shape=shape) for shape in ((widest,), ()))
+    first_carry = (
+        Decomposition(previous.q, previous.u, energies, residual),
+        jnp.zeros_like(first),
+        first,
     )
+    found, rank, _ = jax.lax.while_loop(lambda carry: carry[1] < carry[2], attempt, first_carry)
     return found, rank
 
 

@@ -11,13 +11,7 @@ import pytest
 from adapprox_jax.growth import sigmoid_growth
 from adapprox_jax.products import products_of
 from adapprox_jax.random_start import draw_start, start_columns, warm_start
-from adapprox_jax.rank import (
-    Factors,
-    choose_rank,
-    decompose_at_rank,
-    rank_to_begin_with,
-    truncate,
-)
+from adapprox_jax.rank import Factors, choose_rank, decompose_at_rank, truncate
 from adapprox_jax.settings import RankRule, Subspace, resolve_capacity
 
 
@@ -77,16 +71,10 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
 
     products = products_of(matrix)
     measured = (step - 1) % rule.rank_interval == 0
+    image = products.image(start_of(subspace.width(sizes[0], rows)))
+    wide = previous._replace(q=previous.q.astype(matrix.dtype), u=previous.u.astype(matrix.dtype))
     decomposition, rank = decompose_at_rank(
-        products,
-        lambda width: products.image(start_of(width)),
-        rank_to_begin_with(previous.rank, measured, capacity, rule),
-        sizes,
-        (rows, capacity),
-        measured,
-        error_threshold,
-        rule,
-        subspace,
+        products, start_of, image, wide, measured, error_threshold, rule, subspace
     )
     return truncate(decomposition, rank, products, measured, previous, None)[0]
 

@@ -7,7 +7,6 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax import tiles
-from adapprox_jax.larger_ranks import of_one_kind
 from adapprox_jax.leaf_step import step_leaf
 
 SETTINGS = {
@@ -21,13 +20,7 @@ SETTINGS = {
 @pytest.fixture(autouse=True)
 def _nothing_traced_in_tiles_is_left():
     yield
-    forget_what_is_traced()
-
-
-def forget_what_is_traced():
-    """Which is kept for each shape."""
     step_leaf.clear_cache()
-    of_one_kind.clear_cache()
 
 
 def three_updates(shape, settings):
@@ -58,7 +51,7 @@ ALONG = {"fixed": (96, 24), "five iterations": (24, 96), "adaptive": (24, 96)}
 def test_updates_in_tiles_are_those_of_the_whole(name, shape, monkeypatch):
     settings = SETTINGS[name]
     expected, expected_state = three_updates(shape, settings)
-    forget_what_is_traced()
+    step_leaf.clear_cache()  # what is traced for a shape is kept
     monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
     monkeypatch.setattr(tiles, "_TILE", 500)
     assert (tiles.tiling_of(shape).tiles > 1) == (97 not in shape)  # a prime has no divisors
