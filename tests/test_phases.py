@@ -276,3 +276,15 @@ def test_the_platform_decides_and_not_the_host():
     """On this host, which has a CPU, the program for one still measures in a branch."""
     assert branches(lowered("cpu"))
     assert not branches(lowered("cuda"))
+
+
+def test_small_leaves_are_summed_together_on_accelerators_and_one_by_one_on_cpus():
+    """Where each slice of what was put together would be a kernel of its own to compile."""
+    clip = adapprox_jax.clip_by_matrix_rms(1.0)
+    vectors = {str(i): jnp.arange(5.0) for i in range(3)}
+    traced = jax.jit(lambda x: clip.update(x, clip.init(x))[0]).trace(vectors)
+    sums = {}
+    for platform in ("cpu", "cuda"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        sums[platform] = text.count("stablehlo.reduce(")
+    assert sums == {"cpu": 3, "cuda": 1}
