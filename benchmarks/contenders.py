@@ -1,10 +1,16 @@
-"""The optimizers that are compared, each with momentum, clip and decay where it has them."""
+"""The optimizers that are compared, each with momentum, clip and decay where it has them.
+
+SM3, GaLore and Muon are those of the study of losses: the latter two of hidden matrices, with Adam
+elsewhere.
+"""
 
 from collections.abc import Callable
+from functools import partial
 
 import optax
 
 import adapprox_jax
+from examples.gpt2.optimizers import AdapproxOptions, Hyperparameters, Name, build
 from examples.opponents.came import came
 
 RATE, DECAY = 1e-4, 0.1
@@ -23,6 +29,11 @@ def adafactor(b1: float = 0.9) -> optax.GradientTransformation:
 
 def _adapprox(**settings: object) -> optax.GradientTransformation:
     return adapprox_jax.adapprox(RATE, weight_decay=DECAY, **settings)
+
+
+def _of_study(name: Name) -> optax.GradientTransformation:
+    hyper = Hyperparameters(weight_decay=DECAY, decays="everything")
+    return build(name, RATE, hyper, AdapproxOptions())
 
 
 CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
@@ -45,7 +56,5 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
         RATE, weight_decay=DECAY, mu_dtype="int4"
     ),
     "came": lambda: came(RATE, weight_decay=DECAY),
-    "sm3": lambda: optax.chain(optax.sm3(RATE), optax.add_decayed_weights(-RATE * DECAY)),
-    "galore": lambda: optax.contrib.galore(RATE, rank=16, weight_decay=DECAY),
-    "muon": lambda: optax.contrib.muon(RATE, weight_decay=DECAY),
+    **{name: partial(_of_study, name) for name in ("sm3", "galore", "muon")},
 }
