@@ -106,7 +106,7 @@ def _padded(gram: jax.Array, width: int) -> jax.Array:
 def _is_near_identity(gram: jax.Array) -> jax.Array:
     width = gram.shape[-1]
     difference = jnp.abs(gram - np.eye(width, dtype=gram.dtype))
-    return jnp.max(difference, axis=(-2, -1), keepdims=True) < 0.5 / width
+    return jnp.all(difference < 0.5 / width, axis=(-2, -1), keepdims=True)
 
 
 def _shift(gram: jax.Array) -> np.ndarray:
