@@ -166,9 +166,9 @@ def adapprox_muon(
     numbers = weight_dimension_numbers
 
     def averaged(decay: jax.typing.ArrayLike, **how: Any) -> optax.GradientTransformation:
-        if is_zero(decay):
-            return optax.identity()
-        return guided_ema(decay, mu_dtype=mu_dtype, weight_dimension_numbers=numbers, **how)
+        # Made in any case: it checks its arguments.
+        average = guided_ema(decay, mu_dtype=mu_dtype, weight_dimension_numbers=numbers, **how)
+        return optax.identity() if is_zero(decay) else average
 
     direction = (
         averaged(b1, rounding="nearest", nesterov=nesterov),

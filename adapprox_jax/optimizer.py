@@ -13,7 +13,7 @@ from adapprox_jax.momentum import guided_ema
 from adapprox_jax.second_moment import scale_by_adapprox
 from adapprox_jax.second_moment_decay import begins_at_zero
 from adapprox_jax.settings import Orthogonalization, RankGrowth
-from adapprox_jax.validation import is_zero, require, require_flag
+from adapprox_jax.validation import is_zero, require
 from adapprox_jax.weight_decay import decay_and_rate
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
@@ -189,7 +189,6 @@ def _average(
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
     """The running average, or nothing where b1 is known to be 0."""
-    require_flag("cosine_guidance", cosine_guidance)
     allowed = "a number of at least 1"
     require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
     if callable(b1):
@@ -197,13 +196,8 @@ def _average(
             f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
             " optax.inject_hyperparams leave 'b1' out of static_args."
         )
-    require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    if is_zero(b1):
-        if cosine_guidance:
-            allowed = "a number in (0, 1) where cosine_guidance is on"
-            raise ValueError(f"b1 is {b1!r}; allowed: {allowed}.")
-        return optax.identity()
-    return guided_ema(
+    # Made in any case: it checks its arguments.
+    average = guided_ema(
         b1,
         cosine_guidance=cosine_guidance,
         eps=eps,
@@ -211,3 +205,4 @@ def _average(
         mu_dtype=mu_dtype,
         weight_dimension_numbers=weight_dimension_numbers,
     )
+    return optax.identity() if is_zero(b1) else average

@@ -356,6 +356,12 @@ def test_bad_arguments_are_named(argument, value):
         adapprox_jax.adapprox_muon(1e-3, **{argument: value})
 
 
+@pytest.mark.parametrize("bad", [{"nesterov": "no"}, {"mu_dtype": "int2"}], ids=str)
+def test_bad_arguments_of_averages_that_are_not_kept_are_named(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        adapprox_jax.adapprox_muon(1e-3, b1=0.0, b1_elsewhere=0.0, **bad)
+
+
 # ---------------------------------------------------------------------------------- the others
 
 

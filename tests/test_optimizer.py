@@ -215,6 +215,7 @@ BAD = [
         r"mu_dtype is int16; allowed: None, floating-point types of 16 bits or",
     ),
     (dict(mu_dtype=jnp.float8_e4m3fn), r"mu_dtype is float8_e4m3fn; allowed: None, floating-point"),
+    (dict(mu_dtype="int3", b1=0.0), r"mu_dtype is 'int3'; allowed: None, floating-point types"),
     (dict(factor_dtype=jnp.float16), r"factor_dtype is 'float16'; allowed: 'bfloat16'"),
     (dict(key=1.5), r"key is 1\.5; allowed: an integer seed or a JAX random key"),
     (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),
