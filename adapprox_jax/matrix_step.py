@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.approximation import Approximation, average_of_moments
+from adapprox_jax.ordering import begin_after
 from adapprox_jax.products import contract, outer, tiled_products
 from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import Factors, decompose_at_rank, size_index, truncate
@@ -32,6 +33,8 @@ class SecondMoment(NamedTuple):
     scale: jax.Array  # what G is divided by, a power of two
     target_scale: jax.Array  # and what the target is divided by
     gradient: Callable[[jax.typing.ArrayLike], jax.Array]  # a tile of G / scale
+    product: Callable[[], jax.Array]  # the whole of q u^T / target_scale
+    average: Callable[[jax.Array, jax.typing.ArrayLike], jax.Array]  # the target from a tile of it
     target: Callable[[jax.typing.ArrayLike], jax.Array]  # a tile of the target / target_scale
 
 
@@ -63,7 +66,7 @@ def step_matrix(
 
     rows, capacity = q.shape
     start = start_of(subspace.width(rule.sizes(capacity, rows)[0], rows))
-    image, scaled = image_and_quotient(moment, start, scalars, settings.approximation, grad.dtype)
+    image, scaled = image_and_quotient(moment, start, scalars, settings.approximation, grad)
     products = tiled_products(moment.target, moment.tiling)
     measured = rule.is_measured(scalars.step)
     previous = Factors(q.astype(dtype), u.astype(dtype), rank, error)
@@ -111,20 +114,21 @@ def second_moment_of(
     def gradient(tile: jax.typing.ArrayLike) -> jax.Array:
         return tiling.take(grad, 1 - tiling.axis, tile).astype(dtype) * (1 / scale)
 
-    @tiling.cache_if_whole
-    def target(tile: jax.typing.ArrayLike) -> jax.Array:
-        product = product_in_use(
-            state,
-            inverse_scale,
-            sizes,
-            axis=tiling.axis,
-            dtype=dtype,
-            rows_of=lambda u: tiling.take(u, 0, tile),
-        )
+    product_of = partial(product_in_use, state, inverse_scale, sizes, axis=tiling.axis, dtype=dtype)
+
+    def product() -> jax.Array:
+        return product_of(rows_of=lambda u: u)
+
+    def average(product: jax.Array, tile: jax.typing.ArrayLike) -> jax.Array:
         previous = approximation.to_moment(jnp.maximum(product, 0))
         return approximation.of_moment(average_of_moments(previous, gradient(tile), scalars.b2))
 
-    return SecondMoment(tiling, scale, target_scale, gradient, target), largest_u
+    @tiling.cache_if_whole
+    def target(tile: jax.typing.ArrayLike) -> jax.Array:
+        return average(product_of(rows_of=lambda u: tiling.take(u, 0, tile)), tile)
+
+    moment = SecondMoment(tiling, scale, target_scale, gradient, product, average, target)
+    return moment, largest_u
 
 
 def image_and_quotient(
@@ -132,7 +136,7 @@ def image_and_quotient(
     start: jax.Array,
     scalars: StepScalars,
     approximation: Approximation,
-    dtype: jax.typing.DTypeLike,
+    grad: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """The target times a start, and the gradient over the root of V: both in one pass.
 
@@ -141,21 +145,29 @@ def image_and_quotient(
       start: (n, width).
       scalars: The numbers of this step.
       approximation: What the target is.
-      dtype: Of the quotient.
+      grad: G, whose shape and type the quotient has.
 
     Returns:
-      (m, width), and the quotient in the shape of the gradient.
+      (m, width), and the quotient.
     """
     tiling, axis = moment.tiling, moment.tiling.axis
+    in_place = tiling.tiles > 1 and grad.dtype == start.dtype
+    into = None
+    if in_place:  # of the product: to fill an array first takes as long as to make that
+        into = (moment.product(),)
+    elif tiling.tiles > 1:
+        into = (jnp.full_like(moment.scale, moment.scale, grad.dtype, shape=grad.shape),)
 
-    def part(tile: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[jax.Array]]:
-        target = moment.target(tile)
+    def part(tile: jax.typing.ArrayLike, *held: jax.Array) -> tuple[jax.Array, tuple[jax.Array]]:
+        target = moment.average(held[0], tile) if in_place else moment.target(tile)
         image = contract(target, tiling.take(start, 0, tile), 1 - axis)
         gradient = moment.gradient(tile)
         scaled = divide_by_root(gradient, target, scalars, approximation, moment.scale)
-        return image, (scaled.astype(dtype),)
+        if in_place:  # what reads the product goes first, else XLA copies the whole for each tile
+            scaled = begin_after(jnp.sum(jnp.square(image)), scaled)
+        return image, (scaled.astype(grad.dtype),)
 
-    image, (scaled,) = sweep(tiling, part, moment.scale, dims=(1 - axis,), fill=moment.scale)
+    image, (scaled,) = sweep(tiling, part, moment.scale, dims=(1 - axis,), into=into)
     return image, scaled
 
 

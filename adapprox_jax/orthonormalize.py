@@ -13,17 +13,22 @@ ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to roundi
 WARM_ROUNDS = 2  # enough where they are nearly those of the step before
 
 
-def orthonormalize_qr(matrices: Sequence[jax.Array], rounds: int = ROUNDS) -> list[jax.Array]:
+def orthonormalize_qr(
+    matrices: Sequence[jax.Array], rounds: int = ROUNDS, unroll: bool = False
+) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices (batch, m, width) by Householder QR.
 
     Of the columns divided by their norms, with a trace of noise: without it a basis that starts
-    from the last one never leaves a subspace that the matrix maps to itself. `rounds` is not used.
+    from the last one never leaves a subspace that the matrix maps to itself. `rounds` and `unroll`
+    are not used.
     """
-    del rounds
+    del rounds, unroll
     return [jnp.linalg.qr(unit_columns(x) + _trace_of_noise(x))[0] for x in matrices]
 
 
-def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS) -> list[jax.Array]:
+def orthonormalize_cholesky(
+    matrices: Sequence[jax.Array], rounds: int = ROUNDS, unroll: bool = False
+) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices by shifted Cholesky QR.
 
     Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift, a fixed number of
@@ -39,6 +44,8 @@ def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS)
     Args:
       matrices: Each (batch, m, width), width at most m; all of one type.
       rounds: At least 1.
+      unroll: Write the rounds out, in place of a loop of known length. On CPUs, where each leaf has
+        code of its own, that took a tenth longer to compile, and steps were slower and held more.
 
     Returns:
       A basis for each, of its shape.
@@ -62,8 +69,7 @@ def orthonormalize_cholesky(matrices: Sequence[jax.Array], rounds: int = ROUNDS)
         ]
 
     bases = [unit_columns(x) for x in matrices]
-    # More rounds in a loop of known length: each unrolled one is compiled for every leaf.
-    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=rounds <= WARM_ROUNDS)
+    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=unroll)
 
 
 def unit_columns(matrix: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from adapprox_jax.low_rank import power_of_two_below
 from adapprox_jax.matrix_view import MatrixView, from_matrices, to_matrices, view_shape
-from adapprox_jax.orthonormalize import ORTHONORMALIZE
+from adapprox_jax.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS
 from adapprox_jax.phase_choices import choose_columns, turned
 from adapprox_jax.phase_parts import (
     ErrorParts,
@@ -115,7 +115,8 @@ def _step_stacks(
 
     def orthonormalize(images: list[jax.Array]) -> list[jax.Array]:
         added = [parts.sum(axis=1) for parts in images]
-        return ORTHONORMALIZE[subspace.orthogonalization](added, rounds)
+        unroll = rounds <= WARM_ROUNDS  # a loop costs an accelerator more than two rounds of code
+        return ORTHONORMALIZE[subspace.orthogonalization](added, rounds, unroll)
 
     images = sweep(image_of, plans, stacks)
     bases = together(orthonormalize, [image for image, _ in images], have_sides=True)

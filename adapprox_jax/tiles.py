@@ -88,35 +88,43 @@ def tiling_of(shape: tuple[int, ...]) -> Tiling:
 
 def sweep(
     tiling: Tiling,
-    function: Callable[[Any], tuple[Any, Any]],
+    function: Callable[..., tuple[Any, Any]],
     like: jax.Array,
     dims: tuple[int, ...] = (),
-    fill: jax.typing.ArrayLike = 0,
+    into: tuple[jax.Array, ...] | None = None,
 ) -> tuple[Any, Any]:
     """Calls a function for each tile, adds up its sums and puts its parts together.
 
     Args:
       tiling: The tiles.
-      function: From the index of a tile to a tree of sums and a tuple of tiles of arrays.
+      function: From the index of a tile, and the tiles of `into` if that is given, to a tree of
+        sums and a tuple of tiles of arrays.
       like: An array that the results vary with over devices, under `jax.shard_map`.
       dims: Where each of those arrays has the longer side.
-      fill: What they hold before: a number of this matrix's own, else XLA makes one array for all
-        matrices and copies it.
+      into: Arrays of their shapes and types that they take the place of, tile by tile; None for new
+        ones. Where those are large they should be of this matrix's own: equal ones XLA makes once
+        for all matrices, and copies.
 
     Returns:
       The tree of sums and the tuple of arrays.
     """
     if tiling.tiles == 1:
-        return function(0)
-    sums_like, parts_like = jax.eval_shape(function, 0)
+        return function(0, *(into or ()))
+
+    def of_tile(index: jax.typing.ArrayLike, held: tuple[jax.Array, ...]) -> tuple[Any, Any]:
+        given = held if into else ()
+        tiles = (tiling.take(array, dim, index) for array, dim in zip(given, dims, strict=False))
+        return function(index, *tiles)
+
+    sums_like, parts_like = jax.eval_shape(of_tile, 0, into)
 
     def whole(part: Any, dim: int) -> jax.Array:
         shape = (*part.shape[:dim], part.shape[dim] * tiling.tiles, *part.shape[dim + 1 :])
-        return jnp.full_like(like, fill, part.dtype, shape=shape)
+        return jnp.zeros_like(like, part.dtype, shape=shape)
 
     def one_tile(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         sums, wholes = carry
-        more, parts = function(index)
+        more, parts = of_tile(index, wholes)
         sums = jax.tree.map(jnp.add, sums, more)
         put = [
             tiling.put(array, dim, index, part)
@@ -125,5 +133,6 @@ def sweep(
         return sums, tuple(put)
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(like, x.dtype, shape=x.shape), sums_like)
-    wholes = tuple(whole(part, dim) for part, dim in zip(parts_like, dims, strict=True))
+    new = (whole(part, dim) for part, dim in zip(parts_like, dims, strict=True))
+    wholes = into or tuple(new)
     return jax.lax.fori_loop(0, tiling.tiles, one_tile, (zeros, wholes))

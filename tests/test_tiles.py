@@ -23,16 +23,16 @@ def _nothing_traced_in_tiles_is_left():
     step_leaf.clear_cache()
 
 
-def three_updates(shape, settings):
+def three_updates(shape, settings, dtype=jnp.float32):
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
     state = tx.init(np.zeros(shape, np.float32))
     update = jax.jit(tx.update)
     rng = np.random.default_rng(9)
     scale = np.exp(rng.normal(size=shape))
     for _ in range(3):
-        gradient = (scale * rng.normal(size=shape)).astype(np.float32)
+        gradient = (scale * rng.normal(size=shape)).astype(dtype)
         updates, state = update(gradient, state)
-    return np.asarray(updates), state
+    return np.asarray(updates, np.float32), state
 
 
 # Each setting along one axis: what depends on the axis is the same code for all. Rounding does not
@@ -61,6 +61,29 @@ def test_updates_in_tiles_are_those_of_the_whole(name, shape, monkeypatch):
     # Ill-conditioned random columns turn rounding into 1e-3 of a factor's smallest entries.
     difference = np.linalg.norm(actual - expected)
     assert difference <= 1e-3 * np.linalg.norm(expected)
+
+
+def test_updates_in_tiles_have_the_type_of_gradients_in_bfloat16(monkeypatch):
+    """Then they cannot take the place of the product, which is in float32."""
+    expected, _ = three_updates((24, 96), SETTINGS["fixed"], jnp.bfloat16)
+    step_leaf.clear_cache()
+    monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
+    monkeypatch.setattr(tiles, "_TILE", 500)
+    actual, _ = three_updates((24, 96), SETTINGS["fixed"], jnp.bfloat16)
+    # A rounding in float32 may change the last of the 8 bits of any entry.
+    assert np.linalg.norm(actual - expected) <= 2**-8 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, dict(approximate="moment", power_iterations=2)], ids=["root", "moment"]
+)
+def test_a_matrix_in_tiles_has_no_temporary_of_its_size(settings, monkeypatch):
+    monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
+    monkeypatch.setattr(tiles, "_TILE", 2**14)
+    matrix = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    tx = adapprox_jax.scale_by_adapprox(**settings)
+    lowered = jax.jit(tx.update, donate_argnums=1).lower(matrix, jax.eval_shape(tx.init, matrix))
+    assert lowered.compile().memory_analysis().temp_size_in_bytes < 512 * 1024 * 4 / 2
 
 
 @pytest.mark.parametrize(
