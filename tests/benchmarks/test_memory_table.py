@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import pathlib
+import re
 
 import jax
 import optax
@@ -96,3 +98,23 @@ def test_peaks_of_a_training_step(tmp_path, monkeypatch, capsys):
 def test_bad_arguments_are_named():
     with pytest.raises(SystemExit, match=r"batch=0; allowed: an integer of at least 1\."):
         main(batch=0)
+
+
+def test_the_page_gives_the_peaks_of_the_record():
+    root = pathlib.Path(memory_table.__file__).parents[1]
+    record = json.loads((root / "results" / "memory" / "memory_peak_cpu.json").read_text())
+    page = (root / "docs" / "memory.md").read_text()
+    section = page.split("## The peak of a training step")[1].split("\n## ")[0]
+    found = {
+        tuple(cells) for cells in re.findall(r" \| ([\d.]+) \| ([\d.]+) \| (.*?) ?\|", section)
+    }
+    recorded = {
+        (
+            f"{x['state_mib']:.1f}",
+            f"{x['peak_mib']:.1f}",
+            f"{100 * x['share_of_saving']:.1f} %" if "share_of_saving" in x else "",
+        )
+        for x in record["records"]["117M"].values()
+    }
+    assert len(found) == 9
+    assert found <= recorded
