@@ -1,7 +1,8 @@
 """One step of `scale_by_adapprox` for leaves: of their matrices, or of their dense moments.
 
 Here CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
-leaves go one after the other, each in full, with branches for what is not needed. On accelerators
+leaves go one after the other, each in full, with branches for what is not needed; those whose ranks
+are chosen share code (`groups`). On accelerators
 they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: then the sums over
 devices of a phase are done for all leaves at once. In phases adaptive ranks work on all columns of
 their buffers, and may differ from those of a CPU; so on a mesh of CPUs they go one after the other,
@@ -10,13 +11,16 @@ and have the ranks of one CPU.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from adapprox_jax.approximation import APPROXIMATIONS, average_of_moments
 from adapprox_jax.by_platform import by_platform
-from adapprox_jax.matrix_step import divide_by_root, step_matrix, within_range
+from adapprox_jax.factorize import within_range
+from adapprox_jax.groups import groups_of
+from adapprox_jax.matrix_step import divide_by_root, step_matrices, step_matrix
 from adapprox_jax.matrix_view import (
     MatrixView,
     from_matrices,
@@ -73,21 +77,28 @@ def step_in_turn(
     views: tuple[MatrixView, ...],
     settings: Settings,
 ) -> list[tuple[jax.Array, LeafState]]:
-    """`step_leaves` on a CPU: one leaf after the other."""
-    results = []
+    """`step_leaves` on a CPU: one leaf after the other, or a few of one shape."""
+    results: dict[int, tuple[jax.Array, LeafState]] = {}
     traced = traced._replace(draws=jax.tree.map(materialize, traced.draws))
     ready = last_error = jnp.zeros(())
-    for grad, state, view in zip(grads, states, views, strict=True):
-        scaled, new = step_leaf(
-            traced, ready, grad, state, known=known, view=view, settings=settings
+    for group in groups_of(grads, states, views, settings):
+        stepped = step_group(
+            traced,
+            ready,
+            [grads[i] for i in group],
+            [states[i] for i in group],
+            known=known,
+            view=views[group[0]],
+            settings=settings,
         )
+        results.update(zip(group, stepped, strict=True))
+        scaled, new = stepped[-1]
         if new.is_factored:
-            # A leaf waits for the quotient of the one before it and the factors of the one before
-            # that: the small decompositions run beside the next leaf's products.
+            # A group waits for the last quotient of the one before it and the factors of the one
+            # before that: the small decompositions run beside the next group's products.
             ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
             last_error = jnp.max(new.error)
-        results.append((scaled, new))
-    return results
+    return [results[i] for i in range(len(grads))]
 
 
 @partial(jax.jit, static_argnames=("known", "views", "settings"))
@@ -119,57 +130,67 @@ def step_all_in_phases(
 
 
 @partial(jax.jit, static_argnames=("known", "view", "settings"))
-def step_leaf(
+def step_group(
     traced: StepScalars,
     ready: jax.Array,
-    grad: jax.Array,
-    state: LeafState,
+    grads: Sequence[jax.Array],
+    states: Sequence[LeafState],
     *,
     known: StepScalars,
     view: MatrixView,
     settings: Settings,
-) -> tuple[jax.Array, LeafState]:
-    """One step for one leaf: of each of its matrices, or of its dense second moment.
+) -> list[tuple[jax.Array, LeafState]]:
+    """One step for leaves of one shape: of their matrices, or of a dense second moment.
 
     Compiled by itself, once for each shape and settings, where the caller compiles nothing; within
     a compiled step it is a part of that.
 
     Args:
       traced: The numbers of this step that are arrays; None for the others.
-      ready: A number that is not negative, of the leaf before: only then does this one begin.
-      grad: The gradient, of any shape and real floating-point type.
-      state: The leaf's state.
+      ready: A number that is not negative, of the group before: only then does this one begin.
+      grads: The gradients, of any one shape and real floating-point type. Several only of matrices
+        whose ranks are chosen.
+      states: The leaves' states.
       known: The numbers of this step that are known beforehand; None for the others.
       view: Which axes form a matrix.
       settings: Of the optimizer.
 
     Returns:
-      The scaled gradient in the type of the gradient, and the new state.
+      For each leaf the scaled gradient in the type of the gradient, and the new state.
     """
-    dtype = jnp.promote_types(grad.dtype, jnp.float32)
-    if not state.is_factored:
-        return step_dense(merge_known(known, traced, dtype), grad, state)
+    dtype = jnp.promote_types(grads[0].dtype, jnp.float32)
+    if not states[0].is_factored:
+        scalars = merge_known(known, traced, dtype)
+        return [step_dense(scalars, *leaf) for leaf in zip(grads, states, strict=True)]
 
-    def of_one(
-        traced: StepScalars, grad: jax.Array, state: LeafState
-    ) -> tuple[jax.Array, LeafState]:
-        return step_matrix(merge_known(known, traced, dtype), grad, state, settings)
+    def of_one(traced: StepScalars, grads: Any, states: Any) -> list[tuple[jax.Array, LeafState]]:
+        scalars = merge_known(known, traced, dtype)
+        return [step_matrix(scalars, grads[0], states[0], settings)]
 
-    if not settings.rank.is_fixed(state.q.shape[-1]):
+    def of_some(traced: StepScalars, grads: Any, states: Any) -> list[tuple[jax.Array, LeafState]]:
+        return step_matrices(merge_known(known, traced, dtype), grads, states, settings)
+
+    step = of_one
+    if not settings.rank.is_fixed(states[0].q.shape[-1]):
         # So that under `jax.vmap`, too, a branch is taken or not.
-        of_one = jax.custom_batching.sequential_vmap(of_one)
+        step = jax.custom_batching.sequential_vmap(of_some)
 
     def of_all(
-        traced: StepScalars, ready: jax.Array, grad: jax.Array, state: LeafState
-    ) -> tuple[jax.Array, LeafState]:
-        batch, _, _ = view_shape(grad.shape, view)
-        waiting = state._replace(q=begin_after(ready, state.q), nu=())
-        operands = traced, to_matrices(grad, view), waiting
+        traced: StepScalars, ready: jax.Array, grads: Any, states: Any
+    ) -> list[tuple[jax.Array, LeafState]]:
+        batch, _, _ = view_shape(grads[0].shape, view)
+        waiting = [state._replace(nu=()) for state in states]
+        waiting[0] = waiting[0]._replace(q=begin_after(ready, waiting[0].q))
+        operands = traced, [to_matrices(grad, view) for grad in grads], waiting
         traced, matrices, waiting = varying_alike(operands)
-        scaled, new = map_matrices(lambda one: of_one(traced, *one), (matrices, waiting), batch)
-        return from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)
+        stepped = map_matrices(lambda some: step(traced, *some), (matrices, waiting), batch)
+        return [
+            (from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu))
+            for (scaled, new), grad, state in zip(stepped, grads, states, strict=True)
+        ]
 
-    return with_automatic_axes(of_all, (grad, state))(traced, ready, grad, state)
+    results_like = list(zip(grads, states, strict=True))
+    return with_automatic_axes(of_all, results_like)(traced, ready, grads, states)
 
 
 def step_dense(

@@ -1,12 +1,12 @@
-"""One step of Algorithm 3 for one matrix, up to the clip.
+"""One step of Algorithm 3 for matrices, up to the clip.
 
 The way of the gradient: the second moment of the last step from its factors, averaged with the
 squared gradient (`second_moment_of`) -> its image and the quotient, in one pass
-(`image_and_quotient`) -> its factors (`rank.decompose_at_rank`, `rank.truncate`). The target is
-what is factored: the second moment V, or its root.
+(`image_and_quotient`) -> its factors (`factorize`). The target is what is factored: the second
+moment V, or its root.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.approximation import Approximation, average_of_moments
+from adapprox_jax.factorize import Begun, factorize, factorize_in_turn, start_of
 from adapprox_jax.ordering import begin_after
-from adapprox_jax.products import contract, outer, tiled_products
-from adapprox_jax.random_start import start_columns, warm_start
-from adapprox_jax.rank import Factors, decompose_at_rank, size_index, truncate
+from adapprox_jax.products import MatrixProducts, contract, outer, tiled_products
+from adapprox_jax.rank import size_index
 from adapprox_jax.settings import Settings
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars
@@ -41,7 +41,7 @@ class SecondMoment(NamedTuple):
 def step_matrix(
     scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
 ) -> tuple[jax.Array, LeafState]:
-    """One step of Algorithm 3 for one matrix, up to the quotient.
+    """One step of Algorithm 3 for one matrix of fixed rank, up to the quotient.
 
     Args:
       scalars: The numbers of this step.
@@ -52,39 +52,53 @@ def step_matrix(
     Returns:
       The scaled gradient in its shape and type, and the new state.
     """
+    products, begun, scaled = begin_step(scalars, grad, state, settings)
+    return scaled, factorize(scalars, products, begun, state, settings)
+
+
+def step_matrices(
+    scalars: StepScalars,
+    grads: Sequence[jax.Array],
+    states: Sequence[LeafState],
+    settings: Settings,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`step_matrix` of matrices of one shape whose ranks are chosen, one after the other.
+
+    What is done with the gradients is code of each; the factorizations share theirs.
+    """
+    begun: list[tuple[MatrixProducts, Begun, jax.Array]] = []
+    for grad, state in zip(grads, states, strict=True):
+        if begun:  # so that quotients are used up one by one
+            ready = jnp.sum(jnp.square(begun[-1][2].astype(jnp.float32)))
+            state = state._replace(q=begin_after(ready, state.q))
+        begun.append(begin_step(scalars, grad, state, settings))
+    products, of_first_pass, scaled = zip(*begun, strict=True)
+    new = factorize_in_turn(scalars, products, of_first_pass, states, settings)
+    return list(zip(scaled, new, strict=True))
+
+
+def begin_step(
+    scalars: StepScalars, grad: jax.Array, state: LeafState, settings: Settings
+) -> tuple[MatrixProducts, Begun, jax.Array]:
+    """The pass over the gradient of one matrix: everything but its new factors.
+
+    Args:
+      scalars: The numbers of this step.
+      grad: G, (m, n) or (n, m).
+      state: Of this matrix.
+      settings: Of the optimizer.
+
+    Returns:
+      The products of the target, what its factorization starts from, and the quotient.
+    """
     moment, largest_u = second_moment_of(scalars, grad, state, settings)
-    q, u, rank, error, drift, _ = state
-    dtype = jnp.promote_types(grad.dtype, jnp.float32)
-    rule, subspace = settings.rank, settings.subspace
-
-    def start_of(width: int) -> jax.Array:
-        start = start_columns(scalars.draws, width, dtype, u.shape[0])
-        if not subspace.warm_start:
-            return start
-        known = jnp.where(largest_u > 0, rank, 0)
-        return warm_start(start, u, known, 1 / moment.target_scale)
-
-    rows, capacity = q.shape
-    start = start_of(subspace.width(rule.sizes(capacity, rows)[0], rows))
+    rows, capacity = state.q.shape
+    known = jnp.where(largest_u > 0, state.rank, 0)
+    width = settings.subspace.width(settings.rank.sizes(capacity, rows)[0], rows)
+    start = start_of(scalars, state.u, known, moment.target_scale, width, settings.subspace)
     image, scaled = image_and_quotient(moment, start, scalars, settings.approximation, grad)
     products = tiled_products(moment.target, moment.tiling)
-    measured = rule.is_measured(scalars.step)
-    previous = Factors(q.astype(dtype), u.astype(dtype), rank, error)
-    decomposition, rank = decompose_at_rank(
-        products, start_of, image, previous, measured, scalars.error_threshold, rule, subspace
-    )
-    factors, norm = truncate(
-        decomposition,
-        rank,
-        products,
-        measured,
-        previous._replace(q=q, u=u),
-        rounding_bits(scalars.rounding, q, u),
-    )
-    decay = settings.approximation.drift_decay(scalars.b2)
-    drift = accumulate_drift(drift, factors.error, moment.target_scale * norm, decay)
-    new_u = within_range(factors.u * moment.target_scale, u.dtype).astype(u.dtype)
-    return scaled, state._replace(**factors._replace(u=new_u)._asdict(), drift=drift)
+    return products, Begun(image, moment.target_scale, known), scaled
 
 
 def second_moment_of(
@@ -254,43 +268,3 @@ def divide_by_root(
         moment = approximation.to_moment(target) / scalars.correction
         root = jnp.sqrt(moment + scalars.eps_root / scale**2)
     return grad / (root + scalars.eps / scale)
-
-
-def accumulate_drift(
-    drift: jax.Array, error: jax.Array, norm: jax.Array, decay: jax.typing.ArrayLike
-) -> jax.Array:
-    """Carries the estimate of the distance from the exact target over one step.
-
-    With D the distance in the Frobenius norm, D_t <= decay D_(t-1) + ||target - q u^T||: averaging
-    shrinks an old distance, cutting off entries below zero does not grow it, and the factorization
-    adds its own. A bound, up to rounding, where xi is measured at every step.
-
-    Args:
-      drift: D_(t-1).
-      error: xi, measured at this step or the last one known.
-      norm: ||q u^T||, from which with xi follows ||target - q u^T||: the two are orthogonal.
-      decay: How averaging shrinks a distance: b2, of the root its root.
-    """
-    norm = within_range(norm, drift.dtype)
-    left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
-    return within_range(drift * decay + left_out, drift.dtype).astype(drift.dtype)
-
-
-def within_range(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Numbers, none beyond the largest of a type; NaN stays.
-
-    An infinite second moment of finite gradients would never fall again, and
-    `optax.apply_if_finite`, which looks at gradients alone, would not see it.
-    """
-    largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
-    return jnp.clip(x, -largest, largest)
-
-
-def rounding_bits(
-    bits: jax.Array | None, q: jax.Array, u: jax.Array
-) -> tuple[jax.Array, jax.Array] | None:
-    """The random bits for the factors of one matrix; None where they are not in bfloat16."""
-    if bits is None or q.dtype != jnp.bfloat16:
-        return None
-    of_q, of_u = bits
-    return of_q[: q.shape[0], : q.shape[1]], of_u[: u.shape[0], : u.shape[1]]

@@ -10,19 +10,14 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from adapprox_jax.factorize import accumulate_drift, rounding_bits, within_range
 from adapprox_jax.low_rank import mask_columns, normalize, power_of_two_below
-from adapprox_jax.matrix_step import (
-    accumulate_drift,
-    divide_by_root,
-    rounding_bits,
-    unit_scale,
-    within_range,
-)
+from adapprox_jax.matrix_step import divide_by_root, unit_scale
 from adapprox_jax.products import column_energies, contract, contract_in_parts, fused_outer
 from adapprox_jax.quantization import in_blocks
 from adapprox_jax.random_start import start_columns, warm_start
 from adapprox_jax.rank import choose_rank_by_table, fit_columns
-from adapprox_jax.rounding import round_stochastically
+from adapprox_jax.rounding import rounded
 from adapprox_jax.settings import Settings
 from adapprox_jax.state import LeafState
 from adapprox_jax.step_scalars import StepScalars
@@ -191,11 +186,9 @@ def kept_columns(plan: Plan, of: Matrices, factors: ThinFactors, rank: jax.Array
     q, u = (fit_columns(x, plan.capacity) for x in factors)
     if not plan.is_fixed:
         q, u = mask_columns(q, rank), mask_columns(u, rank)
-    rounding = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
-    if rounding is not None:
-        kept_q, kept_u = map(round_stochastically, (q, u), rounding)
-    else:
-        kept_q, kept_u = q.astype(of.state.q.dtype), u.astype(of.state.u.dtype)
+    of_q, of_u = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
+    kept_q = rounded(q, of.state.q.dtype, of_q)
+    kept_u = rounded(u, of.state.u.dtype, of_u)
     return kept_q.astype(q.dtype), kept_u.astype(u.dtype)
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,18 +15,9 @@ from adapprox_jax.low_rank import (
     tail_error,
 )
 from adapprox_jax.products import MatrixProducts, column_energies
-from adapprox_jax.rounding import round_stochastically
+from adapprox_jax.rounding import rounded
 from adapprox_jax.settings import RankRule, Subspace
 from adapprox_jax.validation import require_scalar
-
-
-class Factors(NamedTuple):
-    """Factorization of one matrix in buffers of fixed width: columns from `rank` on are zero."""
-
-    q: jax.Array  # (m, capacity), the first `rank` columns orthonormal
-    u: jax.Array  # (n, capacity)
-    rank: jax.Array  # int32 scalar, columns in use
-    error: jax.Array  # float32 scalar, the paper's xi when it was measured last
 
 
 class Decomposition(NamedTuple):
@@ -169,114 +160,137 @@ def grown(rank: jax.Array, error: jax.Array, capacity: int, rule: RankRule) -> j
     return jnp.minimum(rank + more.astype(jnp.int32), capacity)
 
 
-def truncate(
-    decomposition: Decomposition,
-    rank: jax.Array,
-    products: MatrixProducts,
-    measured: jax.Array,
-    like: Factors,
-    rounding: tuple[jax.Array, jax.Array] | None,
-) -> tuple[Factors, jax.Array]:
-    """The first columns of a decomposition as factors, and what they leave out.
-
-    Args:
-      decomposition: Of A.
-      rank: Columns to keep, int32 scalar.
-      products: Of A.
-      measured: Whether the error is to be measured.
-      like: The last factors, whose type these get, and whose error stands where none is measured.
-      rounding: Random bits for q and for u where that type is bfloat16.
-
-    Returns:
-      The factors, and ||q u^T||.
-    """
-    q, u, energies, residual = decomposition
-    q, u = (mask_columns(x, rank) for x in (q, u))
-    error = tail_error(energies, residual, rank)
-    if rounding is None:
-        kept_q, kept_u = q.astype(like.q.dtype), u.astype(like.u.dtype)
-    else:
-        kept_q, kept_u = map(round_stochastically, (q, u), rounding)
-    if kept_q.dtype != q.dtype:
-        wide = kept_q.astype(q.dtype), kept_u.astype(u.dtype)
-        left_out = residual_energy(products, *wide, measured)
-        norm_squared = residual + jnp.sum(energies)
-        error = jnp.sqrt(left_out / jnp.where(norm_squared == 0, 1, norm_squared))
-    error = jnp.where(measured, error.astype(jnp.float32), like.error)
-    norm = jnp.sqrt(jnp.sum(jnp.where(np.arange(energies.shape[0]) < rank, energies, 0)))
-    return Factors(kept_q, kept_u, rank, error), norm
-
-
-def decompose_at_rank(
+def decompose_at_size(
     products: MatrixProducts,
     start_of: Callable[[int], jax.Array],
     first_image: jax.Array,
-    previous: Factors,
+    size: int,
+    capacity: int,
     measured: jax.Array,
-    error_threshold: jax.typing.ArrayLike,
     rule: RankRule,
     subspace: Subspace,
-) -> tuple[Decomposition, jax.Array]:
-    """Decomposes a matrix at the rank in use, or at one chosen anew.
-
-    One decomposition tells the error at every rank up to its width (`low_rank.tail_error`), so that
-    a choice of rank costs no more than a step without one, as long as it stays within one of the
-    rule's sizes.
+) -> Decomposition:
+    """Decomposes a matrix with as many columns as ranks up to `size` need.
 
     Args:
       products: Of A, (m, n), as for `decompose`.
       start_of: From a width to a start (n, width), whose first columns do not depend on it.
       first_image: A times the start of the first of the rule's sizes.
-      previous: The last factors; the width of their buffers is the largest rank.
-      measured: Whether this is a step that measures the error, and chooses the rank if it is not
-        fixed.
-      error_threshold: xi_thresh.
+      size: One of the rule's.
+      capacity: Width of the buffers, the largest rank.
+      measured: Whether the residual is asked for.
       rule: Which ranks there may be.
       subspace: How to factor.
 
     Returns:
-      The decomposition, in buffers, and the rank, an int32 scalar.
+      The decomposition, in buffers; energies of as many columns as the largest size needs.
+    """
+    rows, known = first_image.shape
+    width = subspace.width(size, rows)
+    image = first_image if width == known else products.image(start_of(width))
+    turned = subspace.turns(width, capacity, rule)
+    rounds = subspace.rounds(width, capacity, rule)
+    found = decompose(products, image, subspace, measured, rounds=rounds, turned=turned)
+    q, u = (fit_columns(x, capacity) for x in (found.q, found.u))
+    widest = subspace.width(rule.sizes(capacity, rows)[-1], rows)
+    return Decomposition(q, u, fit_columns(found.energies, widest), found.residual)
+
+
+def attempt_rank(
+    products: MatrixProducts,
+    start_of: Callable[[int], jax.Array],
+    first_image: jax.Array,
+    wanted: jax.Array,
+    capacity: int,
+    measured: jax.Array,
+    error_threshold: jax.typing.ArrayLike,
+    rule: RankRule,
+    subspace: Subspace,
+) -> tuple[Decomposition, jax.Array, jax.Array]:
+    """Decomposes a matrix at the first size that holds the rank wanted, and chooses from there on.
+
+    One decomposition tells the error at every rank up to its width (`low_rank.tail_error`), so that
+    a choice of rank costs no more than a step without one, as long as it stays within one size.
+
+    Args:
+      products: As in `decompose_at_size`, and so what is not named here.
+      start_of: Likewise.
+      first_image: Likewise.
+      wanted: The rank to begin with, int32 scalar.
+      capacity: Likewise.
+      measured: Whether a rank is chosen at this step; else it is the one wanted.
+      error_threshold: xi_thresh.
+      rule: Likewise.
+      subspace: Likewise.
+
+    Returns:
+      The decomposition; the rank, an int32 scalar, at most the size; and the rank to attempt next,
+      above the size, or the rank itself where that will do.
 
     Source: paper, Algorithm 2 (AS-RSI), with the deviations of docs/algorithm.md, 2, 7 and 8.
     """
-    rows, capacity = previous.q.shape
-    sizes = rule.sizes(capacity, rows)
-    widest = subspace.width(sizes[-1], rows)
-
-    def at_size(size: int) -> Decomposition:
-        width = subspace.width(size, rows)
-        known = width == first_image.shape[1]
-        image = first_image if known else products.image(start_of(width))
-        turned = subspace.turns(width, capacity, rule)
-        rounds = subspace.rounds(width, capacity, rule)
-        found = decompose(products, image, subspace, measured, rounds=rounds, turned=turned)
-        q, u = (fit_columns(x, capacity) for x in (found.q, found.u))
-        return Decomposition(q, u, fit_columns(found.energies, widest), found.residual)
-
-    if rule.is_fixed(capacity):
-        return at_size(capacity), jnp.full_like(previous.rank, capacity)
-
-    def attempt(carry: Any) -> Any:
-        """The first rank from the one wanted on that will do, or that needs a larger size."""
-        *_, wanted = carry
-        index = size_index(sizes, wanted)
-        size = sum((index == i) * size for i, size in enumerate(sizes))
-        found = jax.lax.switch(index, [partial(at_size, size) for size in sizes])
-        of_found = found.energies, found.residual
-        chosen = choose_rank(*of_found, wanted, size, capacity, threshold, rule)
-        return found, jnp.minimum(chosen, size), chosen
-
+    sizes = rule.sizes(capacity, first_image.shape[0])
+    index = size_index(sizes, wanted)
+    size = sum((index == i) * size for i, size in enumerate(sizes))
+    common = capacity, measured, rule, subspace
+    branches = [
+        partial(decompose_at_size, products, start_of, first_image, size, *common) for size in sizes
+    ]
+    found = jax.lax.switch(index, branches)
     threshold = jnp.where(measured, error_threshold, jnp.inf)
-    chosen_first = min(rule.first(capacity) + rule.rank_margin, capacity)
-    first = jnp.where(measured, chosen_first, previous.rank).astype(jnp.int32)
-    energies, residual = (jnp.zeros_like(previous.u, shape=shape) for shape in ((widest,), ()))
-    first_carry = (
-        Decomposition(previous.q, previous.u, energies, residual),
-        jnp.zeros_like(first),
-        first,
-    )
-    found, rank, _ = jax.lax.while_loop(lambda carry: carry[1] < carry[2], attempt, first_carry)
-    return found, rank
+    of_found = found.energies, found.residual
+    chosen = choose_rank(*of_found, wanted, size, capacity, threshold, rule)
+    return found, jnp.minimum(chosen, size), chosen
+
+
+def truncate(
+    factor: jax.Array, rank: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.Array | None = None
+) -> jax.Array:
+    """The first columns of a factor (m, capacity) in the type that it is kept in, zeros beyond.
+
+    Args:
+      factor: In float32 or wider.
+      rank: Columns to keep, int32 scalar.
+      dtype: Of the result.
+      bits: Random uint16 of its shape, where that type is bfloat16 and rounding stochastic.
+    """
+    return rounded(mask_columns(factor, rank), dtype, bits)
+
+
+def error_of(
+    decomposition: Decomposition,
+    rank: jax.Array,
+    products: MatrixProducts,
+    measured: jax.Array,
+    last_error: jax.Array,
+    kept: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """The paper's xi of the factors that are kept.
+
+    Args:
+      decomposition: Of A.
+      rank: Columns kept, int32 scalar.
+      products: Of A.
+      measured: Whether the error is to be measured.
+      last_error: What stands where it is not.
+      kept: q and u as they are kept: rounded, they leave out more.
+
+    Returns:
+      A float32 scalar.
+    """
+    error = tail_error(decomposition.energies, decomposition.residual, rank)
+    dtype = decomposition.q.dtype
+    if kept[0].dtype != dtype:
+        q, u = (x.astype(dtype) for x in kept)
+        left_out = residual_energy(products, q, u, measured)
+        norm_squared = decomposition.residual + jnp.sum(decomposition.energies)
+        error = jnp.sqrt(left_out / jnp.where(norm_squared == 0, 1, norm_squared))
+    return jnp.where(measured, error.astype(jnp.float32), last_error)
+
+
+def norm_of(energies: jax.Array, rank: jax.Array) -> jax.Array:
+    """||q u^T|| of the first columns, from the squared norms of all."""
+    return jnp.sqrt(jnp.sum(jnp.where(np.arange(energies.shape[0]) < rank, energies, 0)))
 
 
 def size_index(sizes: tuple[int, ...], rank: jax.Array) -> jax.Array:

@@ -8,11 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adapprox_jax.factorize import Begun, factorize, factorize_in_turn, start_of
 from adapprox_jax.growth import sigmoid_growth
 from adapprox_jax.products import products_of
-from adapprox_jax.random_start import draw_start, start_columns, warm_start
-from adapprox_jax.rank import Factors, choose_rank, decompose_at_rank, truncate
-from adapprox_jax.settings import RankRule, Subspace, resolve_capacity
+from adapprox_jax.random_start import draw_start
+from adapprox_jax.rank import choose_rank
+from adapprox_jax.settings import RankRule, Settings, Storage, Subspace, resolve_capacity
+from adapprox_jax.state import LeafState
+from adapprox_jax.step_scalars import StepScalars
 
 
 @pytest.mark.parametrize(
@@ -65,18 +68,25 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
     sizes = rule.sizes(capacity, rows)
     draws = draw_start(jax.random.key(0), columns, subspace.width(sizes[-1], rows))
 
-    def start_of(width):
-        start = start_columns(draws, width, matrix.dtype)
-        return warm_start(start, previous.u, previous.rank, 1.0) if subspace.warm_start else start
-
-    products = products_of(matrix)
-    measured = (step - 1) % rule.rank_interval == 0
-    image = products.image(start_of(subspace.width(sizes[0], rows)))
-    wide = previous._replace(q=previous.q.astype(matrix.dtype), u=previous.u.astype(matrix.dtype))
-    decomposition, rank = decompose_at_rank(
-        products, start_of, image, wide, measured, error_threshold, rule, subspace
+    scalars = StepScalars(
+        step=step,
+        draws=draws,
+        rounding=None,
+        b2=0.999,
+        eps=0.0,
+        eps_root=0.0,
+        correction=1.0,
+        error_threshold=error_threshold,
     )
-    return truncate(decomposition, rank, products, measured, previous, None)[0]
+    settings = Settings(rule, subspace, Storage(1, None), "moment")
+    products, one = products_of(matrix), jnp.ones((), matrix.dtype)
+    start = start_of(
+        scalars, previous.u, previous.rank, one, subspace.width(sizes[0], rows), subspace
+    )
+    begun = Begun(products.image(start), one, previous.rank)
+    if rule.is_fixed(capacity):
+        return factorize(scalars, products, begun, previous, settings)
+    return factorize_in_turn(scalars, [products], [begun], [previous], settings)[0]
 
 
 def factor(
@@ -91,7 +101,8 @@ def factor(
 ):
     (rows, columns), warm = matrix.shape, previous_u is not None
     previous_u = previous_u if warm else np.zeros((columns, capacity), dtype)
-    previous = Factors(np.zeros((rows, capacity), dtype), previous_u, np.int32(rank), np.float32(0))
+    q, zero = np.zeros((rows, capacity), dtype), np.float32(0)
+    previous = LeafState(q, previous_u, np.int32(rank), zero, zero, ())
     fields = {f.name for f in dataclasses.fields(RULE)}
     of_rule = {k: v for k, v in changes.items() if k in fields}
     of_subspace = {k: v for k, v in changes.items() if k not in fields}
