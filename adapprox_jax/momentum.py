@@ -15,6 +15,7 @@ from adapprox_jax.matrix_view import (
     matrix_axes,
     resolve_dimension_numbers,
 )
+from adapprox_jax.ordering import begin_late_on_cpu
 from adapprox_jax.quantization import (
     BITS,
     BLOCK,
@@ -238,6 +239,7 @@ def _average_leaf(
     def coded(
         given: jax.Array, kept: jax.Array, scales: jax.Array, step: jax.Array, bits: int = bits
     ) -> tuple[jax.Array, ...]:
+        kept = begin_late_on_cpu(given, kept)
         previous, wide = dequantize(kept, scales, given.shape[-1]), given.astype(dtype)
         average = jnp.asarray(b1 * previous.astype(dtype) + (1 - b1) * wide)
         emitted = _look_ahead(average, wide, b1, step) if nesterov else average

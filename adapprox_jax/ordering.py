@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.sharding import varies_no_more
+from adapprox_jax.by_platform import by_platform
+from adapprox_jax.sharding import devices_in_use, varies_no_more
 
 
 def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
@@ -15,6 +16,28 @@ def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
     """
     waits = varies_no_more(ready, array)
     return jnp.where(ready < 0, 0, array).astype(array.dtype) if waits else array
+
+
+def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
+    """An array that goes with an update, on CPUs once that is known.
+
+    Else XLA decodes the averages of all leaves, whole matrices, before it works on the first leaf.
+    Not on a mesh in use, where to wait for a few numbers they would be sent around.
+
+    Args:
+      update: Of at least one axis.
+      array: Any.
+    """
+
+    def wait(update: jax.Array, array: jax.Array) -> jax.Array:
+        # Of two numbers: of one XLA knows that its square is never negative.
+        some = update[(0,) * (update.ndim - 1)][:2].astype(jnp.float32)
+        return begin_after(jnp.sum(jnp.square(some)), array)
+
+    if devices_in_use() > 1:
+        return array
+    waits: jax.Array = by_platform(update, array, cpu=wait, default=lambda _, array: array)
+    return waits
 
 
 @jax.jit

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import adapprox_jax
@@ -125,3 +126,22 @@ def test_temporaries_are_those_of_one_leaf_and_not_of_all(settings):
 
     one = temporaries({str(i): params[str(i)] for i in range(together)})
     assert temporaries(params) <= one + 2 * together * 256 * 512 * 4
+
+
+def test_averages_in_codes_are_decoded_one_leaf_after_the_other():
+    """All at once, before the first leaf, they took a matrix in float32 for each."""
+
+    def temporaries(leaves):
+        params = {str(i): jax.ShapeDtypeStruct((256, 512), jnp.float32) for i in range(leaves)}
+        tx = adapprox_jax.adapprox(1e-3, max_rank=4, mu_dtype=jnp.int8)
+
+        def step(params, state, grads):
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        lowered = jax.jit(step, donate_argnums=(0, 1)).lower(
+            params, jax.eval_shape(tx.init, params), params
+        )
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(16) <= temporaries(4) + 2 * 256 * 512 * 4
