@@ -104,8 +104,8 @@ def factorize_in_turn(
         in_slots([getattr(state, name) for state in states]) for name in ("rank", "error", "drift")
     )
     first = min(rule.first(capacity) + rule.rank_margin, capacity)
-    firsts = jnp.where(measured, first, ranks).astype(jnp.int32)
-    # None is wanted after the last.
+    # Of a matrix at least one, so that the loop goes on to the next; none after the last.
+    firsts = jnp.where(measured, first, jnp.maximum(ranks, 1)).astype(jnp.int32)
     firsts = jnp.where(np.arange(firsts.shape[0]) < len(states), firsts, 0)
 
     def attempt(carry: Any) -> Any:

@@ -91,6 +91,18 @@ def test_a_step_is_the_same_in_company_and_alone(jitted, dtype):
     assert min(ranks) < 16 < max(ranks)
 
 
+def test_a_matrix_without_columns_does_not_keep_others_from_their_step():
+    tx = adapprox_jax.scale_by_adapprox(**SETTINGS)
+    params = jax.tree.map(jnp.zeros_like, gradients(0))
+    _, state = tx.update(gradients(0), tx.init(params))
+    damaged = state._replace(rank=state.rank | {"0": jnp.int32(0)})
+    _, expected = tx.update(gradients(1), state)
+    _, actual = tx.update(gradients(1), damaged)
+    for name in ("1", "2", "3", "4"):
+        np.testing.assert_allclose(actual.u[name], expected.u[name], rtol=1e-4, atol=1e-4)
+    assert int(actual.rank["0"]) == 1
+
+
 def test_code_for_chosen_ranks_grows_with_groups_and_not_with_leaves():
     def decompositions(leaves):
         params = {str(i): jax.ShapeDtypeStruct((64, 96), jnp.float32) for i in range(leaves)}
