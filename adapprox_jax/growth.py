@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from adapprox_jax.argument_checks import require
 from adapprox_jax.settings import RankGrowth
-from adapprox_jax.validation import require
 
 
 def sigmoid_growth(

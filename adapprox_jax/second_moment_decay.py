@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.validation import at_step, require
+from adapprox_jax.argument_checks import at_step, require
 
 
 def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:

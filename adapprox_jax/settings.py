@@ -13,15 +13,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.approximation import APPROXIMATIONS, Approximate, Approximation
-from adapprox_jax.orthonormalize import ROUNDS, WARM_ROUNDS
-from adapprox_jax.validation import (
+from adapprox_jax.argument_checks import (
     require,
     require_choice,
     require_flag,
     require_function,
     require_integer,
 )
+from adapprox_jax.linalg.orthonormalize import ROUNDS, WARM_ROUNDS
+from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate, Approximation
 
 RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax.factorize import MOST_TOGETHER
-from adapprox_jax.groups import groups_of
-from adapprox_jax.matrix_view import matrix_view
+from adapprox_jax.params.matrix_view import matrix_view
 from adapprox_jax.settings import RankRule, Settings, Storage, Subspace
-from adapprox_jax.state import init_leaf
+from adapprox_jax.state.layout import init_leaf
+from adapprox_jax.step.factorize import MOST_TOGETHER
+from adapprox_jax.step.groups import groups_of
 
 SETTINGS = dict(initial_rank=1, max_rank=40, rank_interval=3, error_threshold=0.02)
 

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adapprox_jax
-from adapprox_jax import low_rank, orthonormalize, random_start
-from adapprox_jax.products import column_energies, products_of, tiled_products
-from adapprox_jax.tiles import Tiling
+from adapprox_jax.linalg import orthonormalize, random_start
+from adapprox_jax.linalg import srsi as low_rank
+from adapprox_jax.linalg.products import column_energies, products_of, tiled_products
+from adapprox_jax.linalg.tiles import Tiling
 
 SPECTRA = {
     "geometric": lambda j: 0.9**j,

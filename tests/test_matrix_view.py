@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.matrix_view import (
+from adapprox_jax.params.matrix_view import (
     MatrixDimensionNumbers,
     from_matrices,
     map_matrices,

@@ -11,10 +11,10 @@ import optax.contrib
 import pytest
 
 import adapprox_jax
-from adapprox_jax.hidden_first import hidden_first
-from adapprox_jax.newton_schulz import newton_schulz
-from adapprox_jax.orthogonal_directions import _pieces
-from adapprox_jax.random_start import draw_start, start_columns
+from adapprox_jax.linalg.newton_schulz import newton_schulz
+from adapprox_jax.linalg.random_start import draw_start, start_columns
+from adapprox_jax.transforms.orthogonalize import _pieces
+from adapprox_jax.transforms.partitioned import hidden_first
 from tests import reference, reference_muon
 from tests.test_phases import branches, gradients
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax import phases
-from adapprox_jax.rank import choose_rank, choose_rank_by_table
 from adapprox_jax.settings import RankRule
+from adapprox_jax.step import phases
+from adapprox_jax.step.rank_choice import choose_rank, choose_rank_by_table
 
 SHAPES = {"tall": (40, 24), "stack": (2, 24, 40), "vector": (40,)}
 FIXED = {

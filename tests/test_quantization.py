@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adapprox_jax
 from adapprox_jax import quantize
-from adapprox_jax.quantization import quantized_like
+from adapprox_jax.linalg.quantization import quantized_like
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}

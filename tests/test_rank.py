@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.factorize import Begun, factorize, factorize_in_turn, start_of
 from adapprox_jax.growth import sigmoid_growth
-from adapprox_jax.products import products_of
-from adapprox_jax.random_start import draw_start
-from adapprox_jax.rank import choose_rank
+from adapprox_jax.linalg.products import products_of
+from adapprox_jax.linalg.random_start import draw_start
 from adapprox_jax.settings import RankRule, Settings, Storage, Subspace, resolve_capacity
-from adapprox_jax.state import LeafState
-from adapprox_jax.step_scalars import StepScalars
+from adapprox_jax.state.layout import LeafState
+from adapprox_jax.step.factorize import Begun, factorize, factorize_in_turn, start_of
+from adapprox_jax.step.rank_choice import choose_rank
+from adapprox_jax.step.scalars import StepScalars
 
 
 @pytest.mark.parametrize(

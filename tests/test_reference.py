@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax.random_start import draw_start, start_columns
+from adapprox_jax.linalg.random_start import draw_start, start_columns
 from tests import reference
 
 SHAPE = (24, 40)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax.rounding import round_stochastically
+from adapprox_jax.linalg.rounding import round_stochastically
 
 SHAPE = (32, 48)
 STEPS = 2000

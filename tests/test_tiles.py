@@ -7,9 +7,9 @@ import optax
 import pytest
 
 import adapprox_jax
-from adapprox_jax import tiles
-from adapprox_jax.factorize import MOST_TOGETHER
-from adapprox_jax.leaf_step import step_group
+from adapprox_jax.linalg import tiles
+from adapprox_jax.step.factorize import MOST_TOGETHER
+from adapprox_jax.step.schedule import step_group
 
 SETTINGS = {
     "fixed": dict(max_rank=4),

@@ -1,0 +1,1 @@
+"""Linear algebra of single arrays: no pytrees, no optimizer."""

@@ -1,0 +1,151 @@
+"""Orthonormal bases of the columns of tall matrices, of many at once."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adapprox_jax.linalg.products import contract, matmul
+
+ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to rounding
+WARM_ROUNDS = 2  # enough where they are nearly those of the step before
+
+
+def orthonormalize_qr(
+    matrices: Sequence[jax.Array], rounds: int = ROUNDS, unroll: bool = False
+) -> list[jax.Array]:
+    """Orthonormal bases of the columns of matrices (batch, m, width) by Householder QR.
+
+    Of the columns divided by their norms, with a trace of noise: without it a basis that starts
+    from the last one never leaves a subspace that the matrix maps to itself. `rounds` and `unroll`
+    are not used.
+    """
+    del rounds, unroll
+    return [jnp.linalg.qr(unit_columns(x) + _trace_of_noise(x))[0] for x in matrices]
+
+
+def orthonormalize_cholesky(
+    matrices: Sequence[jax.Array], rounds: int = ROUNDS, unroll: bool = False
+) -> list[jax.Array]:
+    """Orthonormal bases of the columns of matrices by shifted Cholesky QR.
+
+    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift, a fixed number of
+    times (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization of
+    ill-conditioned matrices"). A shifted round stretches what is independent of the columns before
+    by up to 1 / sqrt(shift), and a trace of fixed noise stands in for what is not, so that
+    dependent and zero columns, too, become unit vectors: there is no breakdown to fall back from.
+    With fewer rounds than that takes, such columns come out shorter, never longer.
+
+    All widths take part in one Cholesky factorization and one triangular solve a round: on
+    accelerators each costs the same for one matrix as for a hundred.
+
+    Args:
+      matrices: Each (batch, m, width), width at most m; all of one type.
+      rounds: At least 1.
+      unroll: Write the rounds out, in place of a loop of known length. On CPUs, where each leaf has
+        code of its own, that took a tenth longer to compile, and steps were slower and held more.
+
+    Returns:
+      A basis for each, of its shape.
+    """
+    noises = [_trace_of_noise(x) for x in matrices]
+
+    def one_round(_: Any, bases: list[jax.Array]) -> list[jax.Array]:
+        grams = [_gram(basis) for basis in bases]
+        near = [_is_near_identity(gram) for gram in grams]
+        inverses = _inverse_factors(
+            # A gram matrix near the identity has no eigenvalue near zero, and a round without a
+            # shift then leaves nothing but rounding.
+            [
+                gram + jnp.where(is_near, 0, _shift(gram))
+                for gram, is_near in zip(grams, near, strict=True)
+            ]
+        )
+        return [
+            _product(basis, jnp.swapaxes(inverse, -2, -1)) + jnp.where(is_near, 0, noise)
+            for basis, inverse, is_near, noise in zip(bases, inverses, near, noises, strict=True)
+        ]
+
+    bases = [unit_columns(x) for x in matrices]
+    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=unroll)
+
+
+def unit_columns(matrix: jax.Array) -> jax.Array:
+    """The columns of (..., m, width) divided by their norms; zero columns stay zero."""
+    # Largest entry first: the squares of small columns vanish, of large ones they overflow.
+    inverse = 1 / _nonzero(jnp.max(jnp.abs(matrix), axis=-2, keepdims=True))
+    energies = jnp.sum(jnp.square(matrix * inverse), axis=-2, keepdims=True)
+    return matrix * (inverse / _nonzero(jnp.sqrt(energies)))
+
+
+def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
+    """L^-1 with L L^T = G of each of many positive definite matrices, (batch, width, width)."""
+    widest = max(x.shape[-1] for x in grams)
+    padded = [_padded(gram, widest) for gram in grams]
+    stacked = padded[0] if len(padded) == 1 else jnp.concatenate(padded)
+    eye = np.eye(widest, dtype=stacked.dtype)
+    factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
+    # Should rounding outweigh the shift: this round then does nothing.
+    is_finite = jnp.isfinite(jnp.sum(factor, axis=(-2, -1), keepdims=True))
+    factor = jnp.where(is_finite, factor, eye)
+    inverse = jax.lax.linalg.triangular_solve(
+        factor, jnp.broadcast_to(eye, factor.shape), left_side=True, lower=True
+    )
+    ends = np.cumsum([x.shape[0] for x in grams])
+    parts = jnp.split(inverse, ends[:-1]) if len(grams) > 1 else [inverse]
+    return [
+        part[:, : gram.shape[-1], : gram.shape[-1]] for part, gram in zip(parts, grams, strict=True)
+    ]
+
+
+def _padded(gram: jax.Array, width: int) -> jax.Array:
+    """The Gram matrix of the same columns and, up to a width, of orthogonal ones of norm 1."""
+    missing = width - gram.shape[-1]
+    if not missing:
+        return gram
+    wide = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))
+    return wide + np.diag(np.arange(width) >= gram.shape[-1]).astype(gram.dtype)
+
+
+def _is_near_identity(gram: jax.Array) -> jax.Array:
+    width = gram.shape[-1]
+    difference = jnp.abs(gram - np.eye(width, dtype=gram.dtype))
+    return jnp.all(difference < 0.5 / width, axis=(-2, -1), keepdims=True)
+
+
+def _shift(gram: jax.Array) -> np.ndarray:
+    epsilon = float(np.finfo(gram.dtype).eps)
+    return 4 * gram.shape[-1] * epsilon * np.eye(gram.shape[-1], dtype=gram.dtype)
+
+
+def _gram(basis: jax.Array) -> jax.Array:
+    return jax.vmap(lambda x: contract(x, x, 0))(basis)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax.vmap(matmul)(a, b)
+
+
+def _nonzero(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 1, x)
+
+
+def _trace_of_noise(matrix: jax.Array) -> jax.Array:
+    """A fixed matrix of full rank with entries that look random, like one of `matrix`.
+
+    So small that it is lost in the rounding of columns of norm 1, and only fills empty ones: with
+    more, trajectories of the two orthogonalizations part ten times as fast.
+    """
+    rows, width = matrix.shape[-2:]
+    index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)
+    wrapped = (index * index * jnp.uint32(0x9E3779B1)).astype(jnp.int32)
+    noise = (wrapped.astype(matrix.dtype) / 2.0**31).reshape(rows, width)
+    return float(np.finfo(matrix.dtype).eps) / 16 / rows**0.5 * noise
+
+
+ORTHONORMALIZE: dict[str, Callable[..., list[jax.Array]]] = {
+    "qr": orthonormalize_qr,
+    "cholesky": orthonormalize_cholesky,
+}

@@ -1,0 +1,1 @@
+"""The optimizers: chains of transformations."""

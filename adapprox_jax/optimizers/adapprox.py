@@ -1,0 +1,208 @@
+"""adapprox: the whole optimizer as a chain, and the settings of the paper."""
+
+from typing import Any
+
+import jax
+import optax
+
+from adapprox_jax.argument_checks import is_zero, require
+from adapprox_jax.growth import PAPERS_GROWTH
+from adapprox_jax.params.matrix_view import WeightDimensionNumbers
+from adapprox_jax.second_moment_decay import begins_at_zero
+from adapprox_jax.settings import Orthogonalization, RankGrowth
+from adapprox_jax.step.approximation import Approximate
+from adapprox_jax.transforms.guided_ema import guided_ema
+from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
+from adapprox_jax.transforms.scale_by_adapprox import scale_by_adapprox
+from adapprox_jax.transforms.weight_decay import decay_and_rate
+
+# The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
+# decays are not among them.
+PAPER: dict[str, Any] = {
+    "initial_rank": 1,
+    "max_rank": 0.25,
+    "error_threshold": 0.01,
+    "rank_interval": 10,
+    "rank_growth": PAPERS_GROWTH,
+    "power_iterations": 5,
+    "oversampling": 5,
+    "rotate": False,
+    "warm_start": False,
+    "approximate": "moment",
+    "orthogonalization": "qr",
+    "min_dim_size_to_factor": 1,
+}
+
+
+def adapprox(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: optax.ScalarOrSchedule = 0.999,
+    eps: jax.typing.ArrayLike = 1e-8,
+    eps_root: jax.typing.ArrayLike = 0.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    clipping_threshold: jax.typing.ArrayLike | None = 1.0,
+    cosine_guidance: bool = False,
+    guidance_max_scale: jax.typing.ArrayLike = 10.0,
+    bias_correction: bool = False,
+    cautious_weight_decay: bool = False,
+    initial_rank: int | None = None,
+    max_rank: int | float = 8,
+    error_threshold: optax.ScalarOrSchedule = 0.01,
+    rank_interval: int = 10,
+    rank_growth: RankGrowth | None = None,
+    rank_margin: int = 0,
+    power_iterations: int = 1,
+    oversampling: int = 0,
+    rotate: bool = True,
+    warm_start: bool = True,
+    approximate: Approximate = "root",
+    orthogonalization: Orthogonalization = "cholesky",
+    min_dim_size_to_factor: int = 64,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    factor_dtype: jax.typing.DTypeLike | None = None,
+    key: int | jax.Array = 0,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam with a low-rank second moment: stands where `optax.adamw` stood.
+
+    The chain of `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`,
+    `optax.add_decayed_weights` or `add_cautious_weight_decay`, and `optax.scale_by_learning_rate`.
+    The running average is of the clipped updates, not of the gradients, and has no bias correction.
+
+    Args:
+      learning_rate: A number or a schedule.
+      b1: Decay of the running average of updates, in [0, 1). With 0 none is kept.
+      b2: Decay of the second moment, in [0, 1), or a function from the step to it, as
+        `increasing_decay` gives.
+      eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
+      eps_root: Added under the root, at least 0.
+      mu_dtype: Type of the running average; None for that of the parameters, int8, "int5" or int4
+        for codes with scales (see `guided_ema`).
+      weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
+        a schedule.
+      mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
+      clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
+        for no clipping, which needs `bias_correction`, or a b2 that is a function and begins at 0.
+      cosine_guidance: Scale the average up where the update agrees with it. It acts mostly as a
+        higher learning rate: with it the best rate is about half.
+      guidance_max_scale: The largest such factor, at least 1.
+      bias_correction: Divide the second moment by 1 - b2^t.
+      cautious_weight_decay: Decay only entries that the update shrinks, too
+        (`add_cautious_weight_decay`).
+      initial_rank: k_init; None for a fixed rank. This and what follows is explained at
+        `scale_by_adapprox`; `**PAPER` gives the paper's values of these.
+      max_rank: k_max, an int or a fraction of min(m, n).
+      error_threshold: The rank grows while the relative error is above it; a number or a function
+        from the step to one.
+      rank_interval: Steps between choices of the rank.
+      rank_growth: From the error to the columns to add; None for `sigmoid_growth()`.
+      rank_margin: Columns kept beyond the rank at which the error is low enough.
+      power_iterations: l, passes of the subspace iteration.
+      oversampling: p, columns worked on beyond the rank.
+      rotate: Keep the best of the columns worked on.
+      warm_start: Start from the last factors.
+      approximate: "moment" or "root": what is factored.
+      orthogonalization: "qr" or "cholesky".
+      min_dim_size_to_factor: Leaves with fewer rows or columns stay dense.
+      weight_dimension_numbers: `MatrixDimensionNumbers` of leaves that are not plain matrices.
+      factor_dtype: Type of the factors.
+      key: Seed or JAX random key of the Gaussian starts.
+
+    Returns:
+      An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
+      shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`; of
+      bfloat16 parameters give `hyperparam_dtype=jnp.float32`, too. An update with an adaptive rank
+      cannot be differentiated backwards (docs/algorithm.md).
+
+    Raises:
+      ValueError: an argument is out of range, or updates are neither clipped nor without bias.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
+      >>> tx = adapprox_jax.adapprox(learning_rate=1e-3, weight_decay=0.1)
+      >>> state = tx.init(params)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> updates, state = tx.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+
+    Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
+    """
+    return optax.chain(
+        scale_by_adapprox(
+            b2,
+            eps,
+            eps_root=eps_root,
+            bias_correction=bias_correction,
+            initial_rank=initial_rank,
+            max_rank=max_rank,
+            error_threshold=error_threshold,
+            rank_interval=rank_interval,
+            rank_growth=rank_growth,
+            rank_margin=rank_margin,
+            power_iterations=power_iterations,
+            oversampling=oversampling,
+            rotate=rotate,
+            warm_start=warm_start,
+            approximate=approximate,
+            orthogonalization=orthogonalization,
+            min_dim_size_to_factor=min_dim_size_to_factor,
+            weight_dimension_numbers=weight_dimension_numbers,
+            factor_dtype=factor_dtype,
+            key=key,
+        ),
+        _clip(clipping_threshold, bias_correction, b2, weight_dimension_numbers),
+        _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, weight_dimension_numbers),
+        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
+    )
+
+
+def _clip(
+    threshold: jax.typing.ArrayLike | None,
+    bias_correction: bool,
+    b2: optax.ScalarOrSchedule,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """The clip, or nothing where there is no threshold and an unbiased second moment instead."""
+    if threshold is not None:
+        allowed = "a number above 0, or None"
+        require("clipping_threshold", threshold, lambda x: x > 0, allowed)
+        return clip_by_matrix_rms(threshold, weight_dimension_numbers)
+    if not (bias_correction or begins_at_zero(b2)):
+        raise ValueError(
+            "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
+            " bias_correction=True or b2=increasing_decay(), because the first updates would be"
+            " 1 / sqrt(1 - b2) in size."
+        )
+    return optax.identity()
+
+
+def _average(
+    b1: jax.typing.ArrayLike,
+    eps: jax.typing.ArrayLike,
+    mu_dtype: jax.typing.DTypeLike | None,
+    cosine_guidance: bool,
+    guidance_max_scale: jax.typing.ArrayLike,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """The running average, or nothing where b1 is known to be 0."""
+    allowed = "a number of at least 1"
+    require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
+    if callable(b1):
+        raise ValueError(
+            f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
+            " optax.inject_hyperparams leave 'b1' out of static_args."
+        )
+    # Made in any case: it checks its arguments.
+    average = guided_ema(
+        b1,
+        cosine_guidance=cosine_guidance,
+        eps=eps,
+        max_scale=guidance_max_scale,
+        mu_dtype=mu_dtype,
+        weight_dimension_numbers=weight_dimension_numbers,
+    )
+    return optax.identity() if is_zero(b1) else average

@@ -1,0 +1,1 @@
+"""Trees of parameters: leaves, boxes, views as matrices."""

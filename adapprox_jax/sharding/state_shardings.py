@@ -1,0 +1,124 @@
+"""state_shardings: where each array of an optimizer state belongs on a mesh.
+
+Under `jax.jit` with automatic axes an `init` makes zeros of which nothing says where they are to
+lie, so all of them come to lie on one device. Where axes are explicit the state follows the
+parameters by its types. So `init` is traced under a mesh of explicit axes, and the types are read.
+"""
+
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from adapprox_jax.argument_checks import require_transformation
+from adapprox_jax.params.boxes import is_box, named_axes, unbox
+from adapprox_jax.params.tree_checks import leaf_name
+
+
+def state_shardings(
+    tx: optax.GradientTransformation, params: optax.Params, mesh: Mesh | None = None
+) -> Any:
+    """Shardings of an optimizer's state that follow those of the parameters, without making it.
+
+    Rows of q lie as the parameter's rows, rows of u as its columns, axes of stacks, averages and
+    their codes and scales as the axes that they follow; what follows none is on all devices. An
+    axis that the devices do not divide evenly is on all of them, too.
+
+    Args:
+      tx: Any Optax transformation, wrapped or not.
+      params: Parameters with `NamedSharding`s of one mesh: arrays, or `jax.ShapeDtypeStruct`s.
+        Leaves without one, say on a single device, count as replicated. Flax's boxes whose arrays
+        have none, as from `jax.eval_shape`, lie as their metadata names their axes, on `mesh`.
+      mesh: Needed where no array has a sharding, as of parameters on one device.
+
+    Returns:
+      A tree like `tx.init(params)` with a `NamedSharding` in place of each array: for
+      `jax.jit(tx.init, out_shardings=...)`, `jax.device_put` and Orbax.
+
+    Raises:
+      ValueError: there is no mesh or more than one, a box names an axis that the mesh lacks, or
+        `tx.init` has operations that JAX refuses under explicit axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, adapprox_jax
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> mesh = jax.make_mesh((1,), ("model",))
+      >>> columns = NamedSharding(mesh, PartitionSpec(None, "model"))
+      >>> params = {"kernel": jax.device_put(jnp.ones((256, 512)), columns)}
+      >>> tx = adapprox_jax.adapprox(1e-3)
+      >>> shardings = adapprox_jax.state_shardings(tx, params)
+      >>> tuple(shardings[0].u["kernel"].spec)
+      ('model', None)
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+    """
+    require_transformation("tx", tx)
+    used = _mesh_of(params, mesh)
+    explicit = AbstractMesh(
+        used.axis_sizes, used.axis_names, axis_types=(AxisType.Explicit,) * len(used.axis_names)
+    )
+
+    def typed(path: Any, param: Any) -> Any:
+        leaf = unbox(param)
+        if not hasattr(leaf, "shape"):
+            kind = type(leaf).__name__
+            raise ValueError(f"{leaf_name(path)} is a {kind}; allowed: an array or its shape.")
+        sharding = NamedSharding(explicit, _spec_of(path, param, used))
+        value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.tree.unflatten(jax.tree.structure(param), [value])
+
+    abstract = jax.tree_util.tree_map_with_path(typed, params, is_leaf=is_box)
+    try:
+        with jax.sharding.use_abstract_mesh(explicit):
+            state = jax.eval_shape(tx.init, abstract)
+    except Exception as error:  # of JAX, where an operation is ambiguous there
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"tx.init cannot be traced with explicit axes: {reason}; allowed: transformations that"
+            " can."
+        ) from error
+
+    def concrete(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
+        return NamedSharding(used, spec)
+
+    return jax.tree.map(concrete, state)
+
+
+def _mesh_of(params: optax.Params, mesh: Mesh | None) -> Any:
+    """The mesh that the parameters lie on or that is given: that of devices if one is known."""
+    allowed = "parameters with NamedShardings of one mesh, or mesh= a jax.sharding.Mesh"
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise ValueError(f"mesh is {mesh!r}; allowed: a jax.sharding.Mesh, or None.")
+    shardings = [_named_sharding(leaf) for leaf in jax.tree.leaves(params)]
+    found = [sharding.mesh for sharding in shardings if sharding is not None]
+    found += [] if mesh is None else [mesh]
+    concrete = {one for one in found if isinstance(one, Mesh)}
+    abstract = {one.abstract_mesh if isinstance(one, Mesh) else one for one in found}
+    if len(abstract) != 1 or len(concrete) > 1:
+        given = " and ".join(sorted(map(str, concrete or abstract))) or "no mesh"
+        raise ValueError(f"params lie on {given}; allowed: {allowed}.")
+    if concrete:
+        return concrete.pop()
+    in_use = jax.sharding.get_mesh()  # of abstract values under `jax.set_mesh`
+    [known] = abstract
+    same = isinstance(in_use, Mesh) and not in_use.empty and in_use.abstract_mesh == known
+    return in_use if same else known
+
+
+def _spec_of(path: Any, param: Any, mesh: Any) -> PartitionSpec:
+    sharding = _named_sharding(unbox(param))
+    if sharding is not None:
+        return sharding.spec
+    spec = PartitionSpec(*named_axes(param)) if is_box(param) else PartitionSpec()
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    unknown = [x for entry in entries for x in entry if x not in (None, *mesh.axis_names)]
+    if unknown:
+        allowed = ", ".join(mesh.axis_names)
+        raise ValueError(f"{leaf_name(path)} names the axis {unknown[0]!r}; allowed: {allowed}.")
+    return spec
+
+
+def _named_sharding(leaf: Any) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None

@@ -1,0 +1,1 @@
+"""What an optimizer state holds: layout, reports, changes of width, conversion from Adam."""

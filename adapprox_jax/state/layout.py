@@ -1,0 +1,153 @@
+"""The states of `scale_by_adapprox`, of a tree and of one leaf: built and taken apart here."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.params.boxes import is_box, rebox_axes, unbox
+from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, matrix_view, view_shape
+from adapprox_jax.settings import RankRule, Storage, resolve_capacity
+from adapprox_jax.sharding.axes import full_along
+
+
+class ScaleByAdapproxState(NamedTuple):
+    """State of `scale_by_adapprox`.
+
+    After `count` and `key` come trees with the structure of the parameters. A leaf is factored or
+    dense, and the fields of the other kind hold a scalar zero for it. `batch` is the shape of the
+    axes that are neither rows nor columns.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
+    key: jax.Array  # uint32 data of the random key: typed keys do not survive every checkpoint
+    q: Any  # (*batch, shorter side, capacity), columns from `rank` on are zero
+    u: Any  # (*batch, longer side, capacity)
+    rank: Any  # int32 (*batch), columns in use
+    error: Any  # float32 (*batch), the paper's xi when it was measured last
+    drift: Any  # float32 (*batch), estimates the distance from the exact second moment
+    nu: Any  # second moment of the dense leaves, with the leaf's shape
+
+
+class LeafState(NamedTuple):
+    """The trees of `ScaleByAdapproxState` for one leaf, or for one of its matrices."""
+
+    q: Any
+    u: Any
+    rank: Any
+    error: Any
+    drift: Any
+    nu: Any
+
+    @property
+    def is_factored(self) -> bool:
+        """Whether q and u hold the second moment, and not nu; also where `jax.vmap` has stacked."""
+        return unbox(self.q).ndim > unbox(self.rank).ndim
+
+
+def leaf_states(state: ScaleByAdapproxState) -> Any:
+    """A tree with the structure of the parameters and a `LeafState` at each leaf."""
+    trees = (getattr(state, name) for name in LeafState._fields)
+    return jax.tree.map(lambda *fields: LeafState(*fields), *trees, is_leaf=is_box)
+
+
+def state_of(count: jax.Array, key: jax.Array, leaves: Any) -> ScaleByAdapproxState:
+    """A state with a tree of `LeafState`s, as `leaf_states` gives it."""
+
+    def is_leaf(x: Any) -> bool:
+        return isinstance(x, LeafState)
+
+    trees = (
+        jax.tree.map(lambda leaf, name=name: getattr(leaf, name), leaves, is_leaf=is_leaf)
+        for name in LeafState._fields
+    )
+    return ScaleByAdapproxState(count, key, *trees)
+
+
+def init_leaf(
+    param: Any, numbers: MatrixDimensionNumbers | None, rule: RankRule, storage: Storage
+) -> LeafState:
+    """The state of one leaf before the first step: factored where that is asked for and saves.
+
+    Args:
+      param: The parameter, anything with its shape and dtype, or a box around one.
+      numbers: Which of its axes form a matrix; None for the default view.
+      rule: The first rank and the width of the buffers.
+      storage: Which leaves are factored, and the type of the factors.
+
+    Returns:
+      Zeros of the shapes that `ScaleByAdapproxState` names, no two of them one array, sharded and
+      boxed like the axes of the parameter that they follow.
+    """
+    leaf = unbox(param)
+    dtype = jnp.promote_types(jax.dtypes.canonicalize_dtype(leaf.dtype), jnp.float32)
+    factor_dtype = storage.factor_dtype or dtype
+    view = matrix_view(leaf.shape, numbers)
+    batch, rows, columns = view_shape(leaf.shape, view)
+    capacity = resolve_capacity(rule.max_rank, rows, columns)
+
+    def full(
+        shape: tuple[int, ...],
+        axes: Sequence[int | None],
+        dtype: jax.typing.DTypeLike,
+        value: int = 0,
+    ) -> Any:
+        return rebox_axes(param, full_along(leaf, axes, shape, value, dtype), axes)
+
+    saves = capacity > 0 and 0 not in batch
+    large = min(rows, columns) >= storage.min_dim_size_to_factor
+    if not (view.is_matrix and large and saves):
+        return LeafState(
+            q=full((), (), factor_dtype),
+            u=full((), (), factor_dtype),
+            rank=full((), (), jnp.int32),
+            error=full((), (), jnp.float32),
+            drift=full((), (), jnp.float32),
+            nu=full(leaf.shape, range(len(leaf.shape)), dtype),
+        )
+    (short, short_axes), (long, long_axes) = sorted(
+        [(rows, view.rows), (columns, view.columns)], key=lambda side: side[0]
+    )
+    # Of merged axes the first leads: a sharding of it is one of the merged axis.
+    q_axes, u_axes = (*view.batch, short_axes[0], None), (*view.batch, long_axes[0], None)
+    return LeafState(
+        q=full((*batch, short, capacity), q_axes, factor_dtype),
+        u=full((*batch, long, capacity), u_axes, factor_dtype),
+        rank=full(batch, view.batch, jnp.int32, rule.first(capacity)),
+        error=full(batch, view.batch, jnp.float32),
+        drift=full(batch, view.batch, jnp.float32),
+        nu=full((), (), dtype),
+    )
+
+
+def check_leaf(
+    path: str,
+    array: Any,
+    numbers: MatrixDimensionNumbers | None,
+    state: LeafState,
+    what: str = "gradient",
+) -> None:
+    """Raises ValueError where an array is not of the shape that a leaf's state was made for.
+
+    Args:
+      path: Path of the leaf, for the message.
+      array: Its gradient, say.
+      numbers: Which axes form a matrix.
+      state: Its state.
+      what: What the array is, for the message.
+    """
+    shape = unbox(array).shape
+    if state.is_factored:
+        batch, rows, columns = view_shape(shape, matrix_view(shape, numbers))
+        given = (*batch, min(rows, columns), max(rows, columns))
+        q_shape, u_shape = unbox(state.q).shape, unbox(state.u).shape
+        expected = (*q_shape[:-1], u_shape[-2])
+        seen = f" is seen as matrices {given} (shorter side first); its state has factors of"
+    else:
+        given, expected, seen = shape, unbox(state.nu).shape, "; its state was made for"
+    if given != expected:
+        raise ValueError(
+            f"{path}: the {what} of shape {shape}{seen} {expected}. Was the state made for other"
+            " parameters or with other weight_dimension_numbers?"
+        )

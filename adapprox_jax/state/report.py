@@ -1,0 +1,128 @@
+"""rank_report and state_nbytes: what an optimizer state holds, on the host."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adapprox_jax.argument_checks import require_transformation
+from adapprox_jax.params.boxes import is_box, unbox
+from adapprox_jax.params.tree_checks import check_concrete
+from adapprox_jax.sharding.axes import on_host
+from adapprox_jax.state.layout import ScaleByAdapproxState
+
+
+class RankInfo(NamedTuple):
+    """What is kept for one factored leaf. Stacked leaves have arrays with a number per matrix."""
+
+    shape: tuple[int, ...]  # of the parameter
+    rank: int | np.ndarray  # columns in use
+    capacity: int  # columns of the buffers
+    error: float | np.ndarray  # the paper's xi: error of the last factorization, relative
+    nbytes: int  # of q and u
+    dense_nbytes: int  # of a dense second moment in the parameter's dtype
+    drift: float | np.ndarray  # estimate of the relative distance from the exact second moment
+
+    def is_full(self, error_threshold: float | None = None) -> bool:
+        """Whether a rank is the buffers' width, and its error above a threshold if one is given."""
+        above = True if error_threshold is None else np.asarray(self.error) > error_threshold
+        return bool(np.any((np.asarray(self.rank) == self.capacity) & above))
+
+
+def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
+    """Rank, error and memory of every factored leaf of an optimizer state.
+
+    Args:
+      opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays: of
+        Optax's wrappers, of a Flax optimizer or train state, of a population under `jax.vmap`.
+      params: The parameters that it was made for; only paths, shapes and dtypes are read.
+
+    Returns:
+      A dict from the path of the parameter, as `jax.tree_util.keystr` writes it, to `RankInfo`.
+      Dense leaves are left out; of a state of another optimizer nothing is in it.
+
+    Raises:
+      ValueError: the arrays are traced, the state is of other parameters, or the two arguments
+        were given in the other order.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
+      >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=4, max_rank=4)
+      >>> report = adapprox_jax.rank_report(tx.init(params), params)
+      >>> report["['kernel']"].rank, report["['kernel']"].nbytes
+      (4, 12288)
+    """
+    if adapprox_states(params):
+        raise ValueError("params holds a state of Adapprox; allowed: rank_report(state, params).")
+    check_concrete("rank_report", opt_state)
+    shapes = dict(_named_leaves(params))
+    report = {}
+    for state in adapprox_states(opt_state):
+        columns = [jax.tree.leaves(tree) for tree in (state.q, state.u, state.error, state.drift)]
+        ranks = _named_leaves(state.rank)
+        for (name, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
+            if q.ndim == rank.ndim:  # dense, also in a state that `jax.vmap` has stacked
+                continue
+            if name not in shapes:
+                raise ValueError(f"{name}: the state has this leaf; the parameters given have not.")
+            param = shapes[name]
+            norm = _matrix_norms(u)
+            report[name] = RankInfo(
+                shape=tuple(param.shape),
+                rank=_number(rank),
+                capacity=q.shape[-1],
+                error=_number(error),
+                nbytes=q.nbytes + u.nbytes,
+                dense_nbytes=math.prod(param.shape) * param.dtype.itemsize,
+                drift=_number(on_host(drift).astype(np.float64) / np.where(norm == 0, 1, norm)),
+            )
+    return report
+
+
+def adapprox_states(tree: Any) -> list[ScaleByAdapproxState]:
+    """The states of `scale_by_adapprox` that a tree holds."""
+    nodes = jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState))
+    return [node for node in nodes if isinstance(node, ScaleByAdapproxState)]
+
+
+def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
+    """Bytes of an optimizer's state, without allocating it.
+
+    Args:
+      tx: Any Optax transformation.
+      params: Parameters, or `jax.ShapeDtypeStruct`s in their place.
+
+    Returns:
+      The bytes of all arrays of the state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, adapprox_jax
+      >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
+      >>> adapprox_jax.state_nbytes(optax.adamw(1e-3), params)
+      33554436
+    """
+    require_transformation("tx", tx)
+    state = jax.eval_shape(tx.init, params)
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
+    return [(jax.tree_util.keystr(path), unbox(leaf)) for path, leaf in leaves]
+
+
+def _matrix_norms(x: jax.Array) -> np.ndarray:
+    """Frobenius norm of each matrix, float64: taken where the array is, which may be large."""
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    scale = jnp.where(largest == 0, 1, largest)[..., None, None]
+    norm = jnp.linalg.norm(x / scale, axis=(-2, -1))  # squares of numbers up to 1
+    return on_host(norm).astype(np.float64) * on_host(largest).astype(np.float64)
+
+
+def _number(x: Any) -> Any:
+    array = on_host(x)
+    return array.item() if array.ndim == 0 else array

@@ -1,0 +1,1 @@
+"""One step of the second moment, for many matrices."""

@@ -1,0 +1,1 @@
+"""Optax transformations, one a file."""

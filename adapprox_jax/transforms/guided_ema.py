@@ -1,0 +1,324 @@
+"""guided_ema: the running average of updates, with optional cosine-similarity guidance."""
+
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.argument_checks import require, require_choice, require_flag
+from adapprox_jax.linalg.quantization import (
+    BITS,
+    BLOCK,
+    bits_of,
+    dequantize,
+    quantize,
+    quantized_like,
+)
+from adapprox_jax.linalg.rounding import uniform_noise
+from adapprox_jax.params.boxes import is_box, map_unboxed, rebox, rebox_axes, unbox
+from adapprox_jax.params.matrix_view import (
+    MatrixDimensionNumbers,
+    WeightDimensionNumbers,
+    check_dimension_numbers,
+    matrix_axes,
+    resolve_dimension_numbers,
+)
+from adapprox_jax.params.tree_checks import check_state, check_trees, leaf_name
+from adapprox_jax.sharding.axes import full_along, with_automatic_axes
+from adapprox_jax.step.xla_order import begin_late_on_cpu
+
+Rounding: TypeAlias = Literal["stochastic", "nearest"]
+
+_SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and may matter
+
+
+class GuidedEmaState(NamedTuple):
+    """State of `guided_ema`."""
+
+    mu: Any  # running average of the updates, with the structure and shapes of the parameters
+    scale: Any = ()  # of an average in codes: of each block of `mu`, which then holds codes
+    step: Any = ()  # of those, and with Nesterov's momentum: updates so far, int32 scalar
+
+
+def guided_ema(
+    b1: jax.typing.ArrayLike = 0.9,
+    *,
+    cosine_guidance: bool = False,
+    eps: jax.typing.ArrayLike = 1e-8,
+    max_scale: jax.typing.ArrayLike = 10.0,
+    mu_dtype: jax.typing.DTypeLike | None = None,
+    rounding: Rounding = "stochastic",
+    nesterov: bool = False,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    """Running average of updates, scaled up where the update agrees with it, in 4 to 32 bits.
+
+    M <- b1 M + (1 - b1) u is stored and emitted; there is no bias correction. With guidance what
+    is emitted is M times min(1 / (1 - cos + eps), max_scale), where cos is the cosine of the
+    angle between u and M, of each matrix by itself. The factor is left out of what is stored: it
+    would be averaged into every later step and, being above 1 at most steps, grow without bound.
+
+    Args:
+      b1: Decay of the average, in [0, 1).
+      cosine_guidance: Whether to scale by the cosine similarity.
+      eps: Added to 1 - cos, at least 0.
+      max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
+        parallel, would be multiplied by 1 / eps.
+      mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type
+        of 16 bits or more, or int8, "int5" or int4 for codes with a scale for each block of 32
+        (`quantize`), 1.06, 0.69 or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or
+        32 columns are then kept as with None. Floating-point types are rounded to the nearest:
+        bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
+      rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
+        the noise, which counts where an orthogonalization follows and makes more of it.
+      nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) in place of M, as Optax's Muon
+        does. The average that is stored is the same. Not with guidance.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+
+    Returns:
+      An `optax.GradientTransformation` with state `GuidedEmaState`.
+
+    Raises:
+      ValueError: an argument is out of range, or guidance is asked for with b1 = 0.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.guided_ema(b1=0.9)
+      >>> params = jnp.ones(3)
+      >>> updates, state = tx.update(jnp.ones(3), tx.init(params))
+      >>> print(updates)
+      [0.1 0.1 0.1]
+
+    Source: paper, section "Cosine-Similarity Guidance Strategy", with the deviations of
+    docs/algorithm.md, 4 and 6.
+    """
+    require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require_flag("cosine_guidance", cosine_guidance)
+    check_dimension_numbers(weight_dimension_numbers)
+    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
+    if cosine_guidance:
+        require("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
+    require_choice("rounding", rounding, get_args(Rounding))
+    require_flag("nesterov", nesterov)
+    if cosine_guidance and nesterov:
+        raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
+
+    bits = _bits_of(mu_dtype)
+
+    def init(params: optax.Params) -> GuidedEmaState:
+        if bits is None:
+            step = jnp.zeros([], jnp.int32) if nesterov else ()
+            return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype), step=step)
+        zeros = jax.tree.map(partial(_zero_codes, bits=bits), params, is_leaf=is_box)
+        mu, scale = _unzip(params, zeros, 2)
+        return GuidedEmaState(mu, scale, jnp.zeros([], jnp.int32))
+
+    def update(
+        updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, GuidedEmaState]:
+        del params
+        check_state(state, GuidedEmaState, "guided_ema")
+        check_trees(updates, state.mu)
+        if _has_scales(state) != (bits is not None) and jax.tree.leaves(updates):
+            kept = "codes and scales" if _has_scales(state) else "no codes"
+            raise ValueError(
+                f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made"
+                " with another mu_dtype?"
+            )
+        no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
+        step = () if bits is None and not nesterov else optax.safe_increment(state.step)
+        results = jax.tree_util.tree_map_with_path(
+            partial(
+                _average_leaf, b1=b1, bits=bits, rounding=rounding, step=step, nesterov=nesterov
+            ),
+            updates,
+            state.mu,
+            no_scales if bits is None else state.scale,
+            is_leaf=is_box,
+        )
+        averages, mu, scale = _unzip(updates, results, 3)
+        if cosine_guidance:
+            factor = partial(guidance_scale, eps=eps, max_scale=max_scale)
+            numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+            averages = map_unboxed(lambda a, u, n: a * factor(u, a, n), averages, updates, numbers)
+        averages = optax.tree.cast_like(averages, updates)
+        return averages, GuidedEmaState(mu, () if bits is None else scale, step)
+
+    return optax.GradientTransformation(init, update)
+
+
+def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
+    """A state that holds an average in the form in which another state holds one.
+
+    Args:
+      average: With the structure and shapes of the parameters.
+      like: A state of `guided_ema` for these parameters.
+    """
+    check_trees(average, like.mu)
+
+    def store(average: Any, mu: Any, scale: Any) -> tuple[Any, Any]:
+        kept = unbox(mu)
+        if not _is_coded(scale):
+            return rebox(mu, jnp.asarray(unbox(average), kept.dtype)), scale
+        codes, scales = quantize(unbox(average), bits_of(kept, unbox(average).shape[-1]))
+        return rebox(mu, codes), rebox(scale, scales)
+
+    no_scales = jax.tree.map(lambda _: (), average, is_leaf=is_box)
+    scales = like.scale if _has_scales(like) else no_scales
+    stored = jax.tree.map(store, average, like.mu, scales, is_leaf=is_box)
+    mu, scale = _unzip(average, stored, 2)
+    return like._replace(mu=mu, scale=scale if _has_scales(like) else ())
+
+
+def _has_scales(state: GuidedEmaState) -> bool:
+    """Whether a state was made for codes: it then has a scale, if of no axes, for each leaf."""
+    return not isinstance(state.scale, tuple) or bool(state.scale)
+
+
+def _is_coded(scale: Any) -> bool:
+    """Whether a leaf with this scale is kept in codes: () or a scalar says that it is not."""
+    return not isinstance(scale, tuple) and unbox(scale).ndim > 0
+
+
+def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
+    """Bits of the codes that a type asks for; None for a type that the average itself can have."""
+    if mu_dtype is None:
+        return None
+    try:
+        name = "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
+    except TypeError:
+        name = repr(mu_dtype)
+    if name in ("int8", "int5", "int4"):
+        return int(name.removeprefix("int"))
+    if name.startswith(("float", "bfloat")) and jnp.dtype(mu_dtype).itemsize >= 2:
+        return None
+    allowed = "None, floating-point types of 16 bits or more, int8, int5, int4"
+    raise ValueError(f"mu_dtype is {name}; allowed: {allowed}.")
+
+
+def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
+    """Codes and scales of a zero average of one leaf; a small leaf's average, and no scale."""
+    leaf = unbox(param)
+    if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[-1] < BLOCK:
+        return jax.tree.map(jnp.zeros_like, param), jnp.zeros(())
+    axes = range(leaf.ndim)
+    # Names in a box are taken as they are, where the blocks may not be divisible by the devices.
+    named = (axes, (*axes[:-1], None))
+    codes, scales = (
+        rebox_axes(param, full_along(leaf, axes, x.shape, 0, x.dtype), of)
+        for x, of in zip(quantized_like(leaf.shape, bits), named, strict=True)
+    )
+    return codes, scales
+
+
+def _average_leaf(
+    path: Any,
+    update: Any,
+    mu: Any,
+    scale: Any,
+    *,
+    b1: jax.typing.ArrayLike,
+    bits: int | None,
+    rounding: Rounding,
+    step: Any,
+    nesterov: bool,
+) -> tuple[Any, Any, Any]:
+    """What is emitted of the new average of one leaf, float32 or wider, and what is stored."""
+    given, kept, scales = unbox(update), unbox(mu), unbox(scale)
+    dtype = jnp.promote_types(given.dtype, jnp.float32)
+    if bits is None or not _is_coded(scale):
+        _check_shape(path, given, kept.shape, kept.shape == given.shape)
+        wide = given.astype(dtype)
+        average = jnp.asarray(b1 * kept.astype(dtype) + (1 - b1) * wide)
+        emitted = _look_ahead(average, wide, b1, step) if nesterov else average
+        return rebox(update, emitted), rebox(mu, average.astype(kept.dtype)), scale
+
+    def coded(
+        given: jax.Array, kept: jax.Array, scales: jax.Array, step: jax.Array, bits: int = bits
+    ) -> tuple[jax.Array, ...]:
+        kept = begin_late_on_cpu(given, kept)
+        previous, wide = dequantize(kept, scales, given.shape[-1]), given.astype(dtype)
+        average = jnp.asarray(b1 * previous.astype(dtype) + (1 - b1) * wide)
+        emitted = _look_ahead(average, wide, b1, step) if nesterov else average
+        noise = uniform_noise(given.shape, step) if rounding == "stochastic" else None
+        return emitted, *quantize(average, bits, noise)
+
+    fitting = [
+        b
+        for b in BITS
+        if (like := quantized_like(given.shape, b)[0]).shape == kept.shape
+        and like.dtype == kept.dtype
+    ]
+    _check_shape(path, given, f"what has codes {kept.shape}", bool(fitting))
+    if bits not in fitting:
+        raise ValueError(
+            f"{leaf_name(path)}: the state's codes have {fitting[0]} bits; mu_dtype is int{bits}."
+            " Was the state made with another mu_dtype?"
+        )
+    operands = given, kept, scales
+    emitted, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
+    return rebox(update, emitted), rebox(mu, codes), rebox(scale, scales)
+
+
+def _look_ahead(
+    average: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
+) -> jax.Array:
+    """What Nesterov's momentum emits in place of the average, corrected for its start in zero."""
+    power = b1**step
+    older, newer = b1 / (1 - b1 * power), (1 - b1) / (1 - power)
+    return jnp.asarray(older * average + newer * update)
+
+
+def _check_shape(path: Any, given: jax.Array, expected: Any, fits: bool) -> None:
+    """Raises ValueError naming a leaf whose update has another shape than its state."""
+    if not fits:
+        raise ValueError(f"{leaf_name(path)}: got shape {given.shape}; expected {expected}.")
+
+
+def _unzip(like: Any, tuples: Any, length: int) -> list[Any]:
+    """A tree of tuples as a list of trees with the structure of `like`."""
+    return [
+        jax.tree.map(lambda _, results, i=i: results[i], like, tuples, is_leaf=is_box)
+        for i in range(length)
+    ]
+
+
+def guidance_scale(
+    update: jax.Array,
+    average: jax.Array,
+    dimension_numbers: MatrixDimensionNumbers | None,
+    eps: jax.typing.ArrayLike,
+    max_scale: jax.typing.ArrayLike,
+) -> jax.Array:
+    """min(1 / (1 - cos(update, average) + eps), max_scale) for each matrix of a leaf.
+
+    Args:
+      update: Clipped update, any shape.
+      average: Running average that contains it, the same shape.
+      dimension_numbers: Which axes form a matrix.
+      eps: Added to 1 - cos.
+      max_scale: Cap of the factor.
+
+    Returns:
+      The factor, with axes of size 1 where a matrix lies. 1 where update or average is zero.
+    """
+    axes = matrix_axes(update.shape, dimension_numbers)
+    update = update.astype(average.dtype)
+
+    def unit(x: jax.Array) -> jax.Array:
+        # Largest entry first: the squares of small updates vanish in float32.
+        x = x / _nonzero(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
+        return x / _nonzero(jnp.sqrt(jnp.sum(x**2, axis=axes, keepdims=True)))
+
+    cosine = jnp.sum(unit(update) * unit(average), axis=axes, keepdims=True)
+    # The bound also covers cosines that rounding takes past 1.
+    scale = 1 / jnp.maximum(1 - cosine + eps, 1 / max_scale)
+    idle = ~jnp.any(update != 0, axis=axes, keepdims=True)
+    return jnp.where(idle | ~jnp.any(average != 0, axis=axes, keepdims=True), 1, scale)
+
+
+def _nonzero(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 1, x)

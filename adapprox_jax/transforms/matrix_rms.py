@@ -1,0 +1,139 @@
+"""The root mean square of each matrix: clipped as in the paper, or set."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from adapprox_jax.argument_checks import require
+from adapprox_jax.params.boxes import is_box, rebox, unbox
+from adapprox_jax.params.matrix_view import (
+    WeightDimensionNumbers,
+    check_dimension_numbers,
+    matrix_axes,
+    resolve_dimension_numbers,
+)
+from adapprox_jax.step.batching import sums_of
+
+
+def clip_by_matrix_rms(
+    threshold: jax.typing.ArrayLike, weight_dimension_numbers: WeightDimensionNumbers = None
+) -> optax.GradientTransformation:
+    """Scales each matrix of each leaf down to a root mean square of at most `threshold`.
+
+    On leaves that are no stack of matrices this is `optax.clip_by_block_rms`; in a stack each
+    matrix is clipped as it would be by itself. Squares are taken as they are: entries above 1e19
+    overflow.
+
+    Args:
+      threshold: The paper's d, above 0.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+
+    Returns:
+      An `optax.GradientTransformation` without state.
+
+    Raises:
+      ValueError: threshold is not above 0.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, adapprox_jax
+      >>> tx = adapprox_jax.clip_by_matrix_rms(1.0)
+      >>> updates, _ = tx.update(jnp.full(4, 5.0), tx.init(jnp.zeros(4)))
+      >>> print(updates)
+      [1. 1. 1. 1.]
+
+    Source: paper, Algorithm 3, the line with RMS(M_t) / d.
+    """
+    require("threshold", threshold, lambda x: x > 0, "a number above 0")
+    check_dimension_numbers(weight_dimension_numbers)
+
+    def divisor(mean_square: jax.Array) -> jax.Array:
+        return jnp.maximum(1, jnp.sqrt(mean_square) / threshold)
+
+    return _divided_by(divisor, weight_dimension_numbers)
+
+
+def scale_to_matrix_rms(
+    target: jax.typing.ArrayLike, weight_dimension_numbers: WeightDimensionNumbers = None
+) -> optax.GradientTransformation:
+    """Scales each matrix of each leaf, up or down, to a root mean square of `target`.
+
+    Squares are taken as they are: entries above 1e19 overflow, and those below 1e-19 count as zero.
+
+    Args:
+      target: Above 0.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+
+    Returns:
+      An `optax.GradientTransformation` without state. Zero matrices stay zero.
+
+    Raises:
+      ValueError: target is not above 0.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.scale_to_matrix_rms(0.25)
+      >>> updates, _ = tx.update(jnp.full(4, 5.0), tx.init(jnp.zeros(4)))
+      >>> print(updates)
+      [0.25 0.25 0.25 0.25]
+
+    Source: the scale of AdaMuon (Si et al., 2025, 2507.11005), with which rates are AdamW's.
+    """
+    require("target", target, lambda x: x > 0, "a number above 0")
+    check_dimension_numbers(weight_dimension_numbers)
+
+    def divisor(mean_square: jax.Array) -> jax.Array:
+        return jnp.sqrt(jnp.where(mean_square == 0, 1, mean_square)) / target
+
+    return _divided_by(divisor, weight_dimension_numbers)
+
+
+def _divided_by(
+    divisor: Callable[[jax.Array], jax.Array], weight_dimension_numbers: WeightDimensionNumbers
+) -> optax.GradientTransformation:
+    """Divides each matrix by a function of the mean of its squares."""
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        del params
+        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
+        structure: Any
+        leaves, structure = jax.tree.flatten(updates, is_leaf=is_box)
+        arrays = [unbox(leaf) for leaf in leaves]
+        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+        of_leaves = zip(arrays, structure.flatten_up_to(numbers), strict=True)
+        axes = [matrix_axes(x.shape, n) for x, n in of_leaves]
+        scaled = [
+            rebox(leaf, (x / divisor(mean_square)).astype(array.dtype))
+            for leaf, array, x, mean_square in zip(
+                leaves, arrays, wide, _mean_squares(wide, axes), strict=True
+            )
+        ]
+        return structure.unflatten(scaled), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _mean_squares(leaves: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
+    """Means of squares over some axes, which are kept with size 1.
+
+    Of whole leaves together, so that a hundred vectors do not cost a hundred kernels.
+    """
+    whole = [i for i, x in enumerate(leaves) if x.size and len(axes[i]) == x.ndim]
+    sums = sums_of([jnp.square(leaves[i])[None] for i in whole])
+    of_whole = dict(zip(whole, sums, strict=True))
+    return [
+        (of_whole[i] / x.size).reshape((1,) * x.ndim)
+        if i in of_whole
+        else jnp.sum(jnp.square(x), axis=axes[i], keepdims=True) / _count(x.shape, axes[i])
+        for i, x in enumerate(leaves)
+    ]
+
+
+def _count(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
+    """How many numbers a sum over some axes has; 1 where there are none."""
+    return max(math.prod(shape[axis] for axis in axes), 1)

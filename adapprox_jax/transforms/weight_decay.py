@@ -1,0 +1,113 @@
+"""Decoupled weight decay, plain or cautious, and the learning rate: the end of an optimizer."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from adapprox_jax.argument_checks import at_step, require, require_flag, require_or_schedule
+from adapprox_jax.params.boxes import is_box, rebox, unbox
+from adapprox_jax.params.tree_checks import check_state, leaf_name
+
+
+class CautiousWeightDecayState(NamedTuple):
+    """State of `add_cautious_weight_decay` with a schedule."""
+
+    count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
+
+
+def add_cautious_weight_decay(
+    weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Any = None
+) -> optax.GradientTransformation:
+    """`optax.add_decayed_weights` where update and parameter agree in sign, and nothing elsewhere.
+
+    An update is what will be subtracted: where it agrees with the parameter both shrink it, and
+    where it does not, the decay would work against it.
+
+    Args:
+      weight_decay: Multiple of the parameters that is added, at least 0, or a schedule of it.
+      mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
+
+    Returns:
+      An `optax.GradientTransformation` whose update needs the parameters, with state
+      `CautiousWeightDecayState` where there is a schedule, and else without.
+
+    Raises:
+      ValueError: weight_decay is out of range, or, from `update`, parameters are not given.
+
+    Example:
+      >>> import jax.numpy as jnp, adapprox_jax
+      >>> tx = adapprox_jax.add_cautious_weight_decay(0.1)
+      >>> params = jnp.array([1.0, 1.0])
+      >>> updates, _ = tx.update(jnp.array([0.5, -0.5]), tx.init(params), params)
+      >>> [round(float(x), 2) for x in updates]
+      [0.6, -0.5]
+
+    Source: "Cautious Weight Decay" (2510.12402).
+    """
+    _require_decay(weight_decay)
+    _require_mask(mask)
+
+    def init(params: optax.Params) -> optax.OptState:
+        del params
+        if callable(weight_decay):
+            return CautiousWeightDecayState(jnp.zeros([], jnp.int32))
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
+        if params is None:
+            raise ValueError("params is None; allowed: the parameters, of which a part is added.")
+        multiple: Any = weight_decay
+        if callable(weight_decay):
+            check_state(state, CautiousWeightDecayState, "add_cautious_weight_decay")
+            multiple = at_step("weight_decay", weight_decay, state.count)
+            state = CautiousWeightDecayState(optax.safe_increment(state.count))
+
+        def decayed(update: Any, param: Any) -> Any:
+            x, w = unbox(update), unbox(param)
+            agree = jnp.sign(x) * jnp.sign(w) >= 0
+            return rebox(update, x + jnp.where(agree, multiple * w, 0).astype(x.dtype))
+
+        return jax.tree.map(decayed, updates, params, is_leaf=is_box), state
+
+    decay = optax.GradientTransformation(init, update)
+    return decay if mask is None else optax.masked(decay, mask)
+
+
+def decay_and_rate(
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: optax.ScalarOrSchedule,
+    mask: Any,
+    cautious: bool,
+) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
+    """The end of an optimizer: decoupled weight decay and the learning rate."""
+    if not callable(learning_rate):
+        allowed = "a number or a schedule, not NaN"
+        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
+    _require_decay(weight_decay)
+    _require_mask(mask)
+    require_flag("cautious_weight_decay", cautious)
+    add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
+    return add(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+
+
+def _require_mask(mask: Any) -> None:
+    """Raises ValueError for what `optax.masked` would take for True."""
+    if mask is None or callable(mask):
+        return
+    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
+        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
+        if not (isinstance(leaf, bool) or (is_array and leaf.dtype == bool)):
+            raise ValueError(
+                f"mask has {leaf!r} at {leaf_name(path)}; allowed: a tree of booleans that is a"
+                " prefix of the parameters, or a function of the parameters to one."
+            )
+
+
+def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:
+    allowed = "a number of at least 0, or a schedule"
+    require_or_schedule("weight_decay", weight_decay, lambda x: x >= 0, allowed)
