@@ -27,7 +27,6 @@ RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
-_SMALLEST_SIZE = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,26 +64,6 @@ class RankRule:
         """Whether ranks are chosen at a step; on a CPU errors, too, are measured at these alone."""
         return jax.lax.rem(step - 1, jnp.asarray(self.rank_interval, step.dtype)) == 0
 
-    def sizes(self, capacity: int, rows: int) -> tuple[int, ...]:
-        """The ranks for which there is code of its own: 16, 64, 256, ... up to the buffers.
-
-        A rank is worked on with as many columns as the next of these has, whatever the buffers
-        hold, so that the cost follows the rank in use and nothing depends on the buffers.
-
-        Args:
-          capacity: Columns of the buffers.
-          rows: The shorter side of the matrix.
-
-        Returns:
-          Rising sizes, the last at least `capacity` and at most `rows`; of a fixed rank that alone.
-        """
-        if self.is_fixed(capacity):
-            return (capacity,)
-        sizes = [_SMALLEST_SIZE]
-        while sizes[-1] < capacity:
-            sizes.append(4 * sizes[-1])
-        return tuple(min(size, rows) for size in sizes)
-
 
 @dataclasses.dataclass(frozen=True)
 class Subspace:
@@ -104,20 +83,13 @@ class Subspace:
         require_flag("warm_start", self.warm_start)
         require_choice("orthogonalization", self.orthogonalization, ORTHOGONALIZATIONS)
 
-    def turns(self, width: int, capacity: int, rule: RankRule) -> bool:
-        """Whether factors of `width` columns are turned to principal directions before the cut.
-
-        A fixed rank without columns beyond it is not cut: to turn it would change no product.
-        """
-        return self.rotate and (width > capacity or not rule.is_fixed(capacity))
-
-    def width(self, size: int, rows: int) -> int:
-        """Columns worked on for ranks up to `size`: p more, at most `rows` in all.
+    def width(self, capacity: int, rows: int) -> int:
+        """Columns worked on in buffers of `capacity`: p more, at most `rows` in all.
 
         As printed, oversampling changes nothing: without the rotation the columns beyond need not
         exist.
         """
-        return min(size + (self.oversampling if self.rotate else 0), rows)
+        return min(capacity + (self.oversampling if self.rotate else 0), rows)
 
     def rounds(self, width: int, capacity: int, rule: RankRule) -> int:
         """Rounds of Cholesky QR for an orthonormal basis of `width` columns.

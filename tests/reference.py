@@ -73,22 +73,16 @@ def init(shape, s):
     return State(np.zeros((m, s.k_init)), np.zeros((n, s.k_init)), s.k_init, np.zeros(shape))
 
 
-def spare(k, s):
-    """An adaptive rank is worked on with p columns beyond the next of 16, 64, 256, ..."""
-    size = 16
-    while size < k:
-        size *= 4
-    return size - k + s.p
-
-
 def adaptive_srsi(a, k, t, start, s):
     """Algorithm 2."""
-    if s.k_init >= s.k_max or (t - 1) % s.interval != 0:  # 2
-        q, u = srsi(a, k, start, s.l, s.p if s.k_init >= s.k_max else spare(k, s), s.rotate)
-        return q, u, k, ()
+    if s.k_init >= s.k_max:
+        return *srsi(a, s.k_max, start, s.l, s.p, s.rotate), s.k_max, ()
+    if (t - 1) % s.interval != 0:  # 2: the rank stays, and 7: so do the directions
+        return *srsi(a, k, start, s.l, 0, False), k, ()
     k, tried = s.k_init, []
     while True:
-        q, u = srsi(a, k, start, s.l, spare(k, s), s.rotate)
+        # 7: every rank is cut from as many columns as the largest rank has, and p more
+        q, u = srsi(a, k, start, s.l, s.k_max - k + s.p, s.rotate)
         xi = relative_error(a, q, u)
         tried.append(xi)
         if xi <= s.xi_thresh or k == s.k_max:  # 2

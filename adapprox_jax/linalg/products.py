@@ -1,17 +1,12 @@
-"""Products of a matrix with thin factors, in full precision and tile by tile.
+"""Products of a matrix with thin factors, in full precision.
 
 Shapes: A is the matrix (m, n), q is (m, width) with orthonormal columns and u = A^T q is
 (n, width), so that A is approximated by q @ u.T. Where an `axis` is named, q stands along that axis
 of the matrix: with axis 1 the array holds A^T, (n, m), and nothing is ever transposed for that.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
-
-from adapprox_jax.linalg.tiles import Tiling, sweep
 
 # On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
 # than the small entries of a second moment can lose.
@@ -63,6 +58,8 @@ def contract_in_parts(matrix: jax.Array, factor: jax.Array, axis: int, most: int
     parts = 1
     while 2 * parts <= most and length % (8 * parts) == 0 and length >= 2 * parts * _SHORTEST_PART:
         parts *= 2
+    if parts == 1:
+        return contract(matrix, factor, axis)[None]
     in_parts = (*matrix.shape[:axis], parts, length // parts, *matrix.shape[axis + 1 :])
     return jnp.einsum(
         "pmn,pmk->pnk" if axis == 0 else "mpn,pnk->pmk",
@@ -88,66 +85,3 @@ def fused_outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     rows, columns = jax.lax.optimization_barrier((q.T, u.T) if axis == 0 else (u.T, q.T))
     terms = (row[:, None] * column[None, :] for row, column in zip(rows, columns, strict=True))
     return sum(terms, start=jnp.zeros((), q.dtype))
-
-
-class MatrixProducts(NamedTuple):
-    """What the subspace iteration asks of a matrix A (m, n)."""
-
-    image: Callable[[jax.Array], jax.Array]  # x (n, width) -> A x
-    normal_image: Callable[[jax.Array], jax.Array]  # q (m, width) -> A A^T q
-    project: Callable[[jax.Array], jax.Array]  # q (m, width) -> A^T q
-    residual_energy: Callable[[jax.Array, jax.Array], jax.Array]  # q, u -> ||A - q u^T||^2
-
-
-def tiled_products(
-    tile_of: Callable[[jax.typing.ArrayLike], jax.Array], tiling: Tiling
-) -> MatrixProducts:
-    """The products of a matrix that is made tile by tile.
-
-    Args:
-      tile_of: From an index to that tile of the matrix, (m, n / tiles), or (n / tiles, m) where q
-        stands along axis 1.
-      tiling: The tiles.
-
-    Returns:
-      The products. Each makes every tile once.
-    """
-    axis = tiling.axis
-
-    def image(x: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
-            return contract(tile_of(index), tiling.take(x, 0, index), 1 - axis), ()
-
-        return sweep(tiling, part, x)[0]
-
-    def normal_image(q: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
-            tile = tile_of(index)
-            return contract(tile, contract(tile, q, axis), 1 - axis), ()
-
-        return sweep(tiling, part, q)[0]
-
-    def project(q: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[tuple[()], tuple[jax.Array]]:
-            return (), (contract(tile_of(index), q, axis),)
-
-        return sweep(tiling, part, q, dims=(0,))[1][0]
-
-    def residual_energy(q: jax.Array, u: jax.Array) -> jax.Array:
-        def part(index: jax.typing.ArrayLike) -> tuple[jax.Array, tuple[()]]:
-            difference = tile_of(index) - outer(q, tiling.take(u, 0, index), axis)
-            return jnp.sum(jnp.square(difference)), ()
-
-        return sweep(tiling, part, q)[0]
-
-    return MatrixProducts(image, normal_image, project, residual_energy)
-
-
-def products_of(matrix: jax.Array) -> MatrixProducts:
-    """The products of a matrix (m, n) that is there as a whole."""
-    return tiled_products(lambda _: matrix, Tiling(1, 0))
-
-
-def column_energies(matrix: jax.Array) -> jax.Array:
-    """Squared norm of each column of an (n, width) matrix."""
-    return jnp.sum(jnp.square(matrix), axis=0)

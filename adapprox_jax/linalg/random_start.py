@@ -88,23 +88,18 @@ def start_columns(
 
 
 def warm_start(
-    start: jax.Array,
-    previous_u: jax.Array,
-    known: jax.Array,
-    inverse_scale: jax.typing.ArrayLike,
+    start: jax.Array, previous_u: jax.Array, inverse_scale: jax.typing.ArrayLike
 ) -> jax.Array:
     """A start (n, width) with the columns of `previous_u` over its first.
 
-    Zeros of `previous_u` leave the start as it is: buffers that were widened have columns of them.
+    Zeros of `previous_u` leave the start as it is: columns beyond the rank are zero.
 
     Args:
       start: (n, width).
       previous_u: (n, capacity).
-      known: How many of its columns there may be, int scalar.
       inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
     """
     covered = min(start.shape[1], previous_u.shape[1])
     unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
-    is_known = (np.arange(covered) < known) & (unit_u != 0)
-    first = jnp.where(is_known, unit_u, start[:, :covered])
+    first = jnp.where(unit_u != 0, unit_u, start[:, :covered])
     return jnp.concatenate([first, start[:, covered:]], axis=1)

@@ -1,17 +1,18 @@
 """Randomized low-rank factorization of one matrix: pure linear algebra, no pytrees, no optimizer.
 
-Shapes as in `products`: A (m, n) is approximated by q @ u.T. A `width` is the number of columns
-worked on, an `active` number of columns or a `rank` may be a traced integer below it: columns
-beyond are zero. That keeps shapes static while the rank moves.
+Shapes as in `products`: A (m, n) is approximated by q @ u.T. A rank may be a traced integer: then
+columns beyond it are zero, and shapes stay as they are while the rank moves.
 """
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.argument_checks import require_choice, require_flag, require_integer
-from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, ROUNDS
-from adapprox_jax.linalg.products import MatrixProducts, contract, matmul, products_of
+from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE
+from adapprox_jax.linalg.products import contract, matmul, outer
 from adapprox_jax.linalg.random_start import draw_start, require_key, start_columns
 from adapprox_jax.settings import ORTHOGONALIZATIONS, Orthogonalization
 
@@ -69,12 +70,21 @@ def srsi(
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
     drawn = draw_start(key, matrix.shape[1], width, unit.dtype)
-    start = start_columns(drawn, width, unit.dtype)
-    products = products_of(unit)
-    q = subspace_iteration(products, products.image(start), power_iterations, orthogonalization)
-    u = products.project(q)
+    u = start_columns(drawn, width, unit.dtype)
+
+    def iteration(_: Any, u: jax.Array) -> jax.Array:
+        return contract(unit, basis_of(u), 0)
+
+    def basis_of(u: jax.Array) -> jax.Array:
+        return ORTHONORMALIZE[orthogonalization]([contract(unit, u, 1)[None]])[0][0]
+
+    if power_iterations > 1:  # the body of a loop that never runs is compiled all the same
+        u = jax.lax.fori_loop(1, power_iterations, iteration, u)
+    q = basis_of(u)
+    u = contract(unit, q, 0)
     if rotate:
-        q, u = rotate_to_principal(q, u)
+        turn = principal_turn(contract(u, u, 0))
+        q, u = matmul(q, turn.T), matmul(u, turn.T)
     return q[:, :rank], u[:, :rank] * scale
 
 
@@ -110,56 +120,6 @@ def frobenius_norm(matrix: jax.Array) -> jax.Array:
 def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
     """Zeroes the columns from `active` (an integer, may be traced) on."""
     return jnp.where(jnp.arange(matrix.shape[1]) < active, matrix, 0)
-
-
-def subspace_iteration(
-    products: MatrixProducts,
-    image: jax.Array,
-    power_iterations: int,
-    orthogonalization: Orthogonalization,
-    rounds: int = ROUNDS,
-) -> jax.Array:
-    """The loop of Algorithm 1, q = orth(A u), u = A^T q, up to the last q.
-
-    Column j of q depends on the first j columns of the start alone, so one iteration at full width
-    holds the iteration at every smaller width.
-
-    Args:
-      products: Of A, (m, n), normalized.
-      image: A times the start, (m, width), width at most m.
-      power_iterations: l, the number of passes.
-      orthogonalization: "qr" or "cholesky".
-      rounds: Of Cholesky QR (`orthonormalize_cholesky`).
-
-    Returns:
-      q (m, width), orthonormal.
-    """
-
-    def orthonormalize(matrix: jax.Array) -> jax.Array:
-        return ORTHONORMALIZE[orthogonalization]([matrix[None]], rounds)[0][0]
-
-    q = orthonormalize(image)
-    if power_iterations == 1:  # the body of a loop that never runs is compiled all the same
-        return q
-    return jax.lax.fori_loop(
-        1, power_iterations, lambda _, q: orthonormalize(products.normal_image(q)), q
-    )
-
-
-def rotate_to_principal(q: jax.Array, u: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Turns q and u within their span so that columns stand in order of falling singular value.
-
-    q @ u.T stays as it was, and its best rank-k part is then the first k columns.
-
-    Args:
-      q: (m, width), orthonormal.
-      u: (n, width); zero columns are ordered last.
-
-    Returns:
-      The turned q and u.
-    """
-    turn = principal_turn(contract(u, u, 0))
-    return matmul(q, turn.T), matmul(u, turn.T)
 
 
 def principal_turn(gram: jax.Array) -> jax.Array:
@@ -218,5 +178,4 @@ def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
       u: (n, k).
     """
     norm = frobenius_norm(matrix)
-    residual = jnp.sqrt(products_of(matrix).residual_energy(q, u))
-    return residual / jnp.where(norm == 0, 1, norm)
+    return frobenius_norm(matrix - outer(q, u, 0)) / jnp.where(norm == 0, 1, norm)

@@ -1,27 +1,27 @@
-"""What the product q u^T stands for: the second moment V, or an elementwise function of it."""
+"""What the product q u^T stands for: the second moment V, or its elementwise root."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Approximate: TypeAlias = Literal["moment", "root"]
 
 
 class Approximation(NamedTuple):
-    """How V and the target, an elementwise function of V that is factored in its place, relate."""
+    """How V and the target, the function of V that is factored, relate."""
 
     of_moment: Callable[[Any], Any]  # V -> target
-    to_moment: Callable[[jax.Array], jax.Array]  # target -> V
     root: Callable[[jax.Array], jax.Array]  # target -> sqrt(V)
     of_scale: Callable[[jax.Array], jax.Array]  # divisor of G -> divisor of the target
-    # target, G, b2 -> the target of b2 V + (1 - b2) G^2; of the root at any scale of the two
-    average: Callable[[jax.Array, jax.Array, Any], jax.Array]
+    # target, G, b2, whether they may have any scale -> the target of b2 V + (1 - b2) G^2
+    average: Callable[[jax.Array, jax.Array, Any, bool], jax.Array]
     drift_decay: Callable[[Any], Any]  # b2 -> how a distance of targets shrinks over one average
-    # Whether squares of targets overflow at gradients that are merely 1e9 times those before, so
-    # that the scale has to follow the gradient too, which is one more reading of it.
-    scale_follows_gradient: bool
+    # Whether entries of the target are squares of gradients: to be divided by a scale that follows
+    # the gradient, which is one more reading of it.
+    is_square: bool
 
 
 def _identity(x: Any) -> Any:
@@ -33,29 +33,42 @@ def average_of_moments(moment: jax.Array, grad: jax.Array, b2: Any) -> jax.Array
     return moment * b2 + jnp.square(grad) * (1 - b2)
 
 
-def _average_of_roots(root: jax.Array, grad: jax.Array, b2: Any) -> jax.Array:
-    largest = jnp.maximum(root, jnp.abs(grad))
-    unit = jnp.where(largest == 0, 1, largest)
-    return largest * jnp.sqrt(average_of_moments(jnp.square(root / unit), grad / unit, b2))
+def _average_of_roots(root: jax.Array, grad: jax.Array, b2: Any, any_scale: bool) -> jax.Array:
+    """sqrt(b2 V + (1 - b2) G^2) from the root of V, which is not negative."""
+    if not any_scale:
+        moment = average_of_moments(jnp.square(root), grad, b2)
+        # Where a square vanishes the root stays above the share of the newest gradient.
+        least = jnp.where(grad == 0, 0, float(np.finfo(moment.dtype).tiny))
+        return jnp.sqrt(jnp.maximum(moment, least))
+    return hypotenuse(jnp.sqrt(b2) * root, jnp.sqrt(1 - b2) * jnp.abs(grad)).astype(root.dtype)
+
+
+def _average_of_moments(moment: jax.Array, grad: jax.Array, b2: Any, _: bool) -> jax.Array:
+    return average_of_moments(moment, grad, b2)
+
+
+def hypotenuse(x: jax.Array, y: jax.Array) -> jax.Array:
+    """sqrt(x^2 + y^2) of numbers that are not negative; no square overflows or vanishes."""
+    larger, smaller = jnp.maximum(x, y), jnp.minimum(x, y)
+    ratio = smaller / jnp.where(larger == 0, 1, larger)
+    return larger * jnp.sqrt(1 + jnp.square(ratio))
 
 
 APPROXIMATIONS: dict[str, Approximation] = {
     "moment": Approximation(
         of_moment=_identity,
-        to_moment=_identity,
         root=jnp.sqrt,
         of_scale=jnp.square,
-        average=average_of_moments,
+        average=_average_of_moments,
         drift_decay=_identity,
-        scale_follows_gradient=True,
+        is_square=True,
     ),
     "root": Approximation(
         of_moment=jnp.sqrt,
-        to_moment=jnp.square,
         root=_identity,
         of_scale=_identity,
         average=_average_of_roots,
         drift_decay=jnp.sqrt,  # x -> sqrt(b2 x^2 + c) shrinks a distance by that at least
-        scale_follows_gradient=False,
+        is_square=False,
     ),
 }

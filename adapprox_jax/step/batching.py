@@ -1,17 +1,24 @@
-"""Small work of many arrays done at once: on accelerators a kernel costs much however small."""
+"""Functions of one matrix, for the stacks of matrices of many leaves.
+
+Small work is done for many leaves at once: on accelerators a kernel costs much, however small.
+"""
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.linalg.tiles import in_tiles, tile_count
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding
-from adapprox_jax.step.platform import by_platform
+from adapprox_jax.step.matrix import Matrix, Plan
+from adapprox_jax.step.platform import Platform, on_platform
 
 _SMALL = 10**5  # numbers of an array that may be copied
+_LARGEST_SLICE = 2**25  # entries of a stack that a device works on at once: 128 MiB in float32
 
 
 class Grouping(NamedTuple):
@@ -86,21 +93,116 @@ def together(
 def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """The sum of each of the arrays in stacks, (batch, ...) -> (batch,).
 
-    Of small ones together; large ones are not copied for that.
+    Of small ones together on accelerators; large ones are not copied for that.
     """
     results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > _SMALL}
     small = [i for i in range(len(stacks)) if i not in results]
 
-    def one_by_one(*stacks: jax.Array) -> list[jax.Array]:
+    def one_by_one(stacks: Sequence[jax.Array]) -> list[jax.Array]:
         return [_sum(x) for x in stacks]
 
-    def put_together(*stacks: jax.Array) -> list[jax.Array]:
-        return together(lambda groups: one_by_one(*groups), stacks, have_sides=True)
+    def sums(platform: Platform, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+        if platform.sums_together:
+            return together(one_by_one, stacks, have_sides=True)
+        return one_by_one(stacks)
 
-    sums = by_platform(*(stacks[i] for i in small), cpu=one_by_one, default=put_together)
-    results.update(zip(small, sums, strict=True))
+    of_small = on_platform(sums, [stacks[i] for i in small])
+    results.update(zip(small, of_small, strict=True))
     return [results[i] for i in range(len(stacks))]
 
 
 def _sum(stack: jax.Array) -> jax.Array:
     return stack.sum(tuple(range(1, stack.ndim)))
+
+
+def matrices_at_once(shape: tuple[int, ...]) -> int:
+    """How many matrices of a stack are worked on at once."""
+    batch, rows, columns = shape
+    most = _LARGEST_SLICE * devices_in_use()
+    return min(batch, max(most // max(rows * columns, 1), 1))
+
+
+def each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:
+    """A function of a plan and one matrix for all matrices of all leaves.
+
+    Args:
+      function: Of a plan and what it needs of one matrix.
+      plans: Of the leaves.
+      operands: Of each leaf an array or a tree, with the stack's axis in front.
+
+    Returns:
+      For each leaf the results with the stack's axis in front.
+    """
+    leaves = zip(plans, *operands, strict=True)
+    return [_of_stack(plan, leaf, function=function, some=None) for plan, *leaf in leaves]
+
+
+def sweep(
+    function: Callable[..., Any],
+    plans: Sequence[Plan],
+    stacks: Sequence[Matrix],
+    *more: Any,
+    like_q: int = 0,
+    like_u: int = 0,
+) -> list[Any]:
+    """`each` for a pass over matrices: a part of a stack or of a large matrix at once.
+
+    Args:
+      function: A pass, as in `matrix`.
+      plans: Of the leaves.
+      stacks: Of each leaf.
+      more: What else the pass takes, for each leaf.
+      like_q: How many of these have rows as q has; they come first.
+      like_u: How many of the next have rows as u has.
+
+    Returns:
+      As `each`.
+    """
+    results = []
+    for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
+        tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)
+        tiled = function if tiles == 1 else _Tiled(function, tiles, like_q, like_u)
+        count = matrices_at_once(stack.grad.shape)
+        some = count if count < stack.grad.shape[0] else None
+        results.append(_of_stack(plan, [stack, *rest], function=tiled, some=some))
+    return results
+
+
+class _Tiled(NamedTuple):
+    """A pass over a matrix that is done in tiles; one with equal fields is traced once."""
+
+    function: Callable[..., Any]
+    tiles: int
+    like_q: int
+    like_u: int
+
+    def __call__(self, plan: Plan, matrix: Matrix, *more: Any) -> Any:
+        ends = self.like_q, self.like_q + self.like_u
+        qs, us, rest = (
+            [matrix.q, *more[: ends[0]]],
+            [matrix.u, *more[slice(*ends)]],
+            more[ends[1] :],
+        )
+        cut, whole = (qs, us) if plan.axis == 0 else (us, qs)
+
+        def of_tile(cut: Any, whole: Any) -> Any:
+            grad, of_rows = cut
+            qs, us = (of_rows, whole) if plan.axis == 0 else (whole, of_rows)
+            tile = Matrix(grad, qs[0], us[0], matrix.scale)
+            return self.function(plan, tile, *qs[1:], *us[1:], *rest)
+
+        return in_tiles(of_tile, self.tiles, (matrix.grad, cut), whole)
+
+
+# Leaves of one shape share what is traced: tracing all of 117M would take longer than all else.
+@partial(jax.jit, static_argnames=("function", "some"))
+def _of_stack(
+    plan: Plan, operands: Sequence[Any], *, function: Callable[..., Any], some: int | None
+) -> Any:
+    """A function of a plan and one matrix for all of a stack, or for `some` at once."""
+    if plan.batch == 1:  # without the axis of the stack
+        result = function(plan, *jax.tree.map(lambda x: x[0], operands))
+        return jax.tree.map(lambda x: x[None], result)
+    if some is None:
+        return jax.vmap(partial(function, plan))(*operands)
+    return jax.lax.map(lambda x: function(plan, *x), tuple(operands), batch_size=some)

@@ -1,220 +1,324 @@
-"""What one step does with one matrix in each of the phases (`phases`).
+"""What one step does with one matrix: Algorithm 3 up to the clip, and within it Algorithms 1 and 2.
 
-Nothing here branches or loops, so that `jax.vmap` makes it work of a stack of matrices. To choose a
-scale by the state alone would need a branch at the first step: here the average of roots holds at
-any scale (`Approximation.average`), and where V itself is factored the scale follows the gradient.
+The functions stand in the order of the work (`phases` calls them). Shapes: the target A is (m, n)
+with m at most n, q is (m, width) and u = A^T q is (n, width). The gradient may hold A's transpose:
+then q stands along its axis 1. Nothing branches or loops here, so that `jax.vmap` makes a stack of
+matrices of one. What takes a `Matrix` is a pass over it: the target is made anew in each, and a
+pass over a part of the rows of the gradient gives that part of the result, or a term of it.
 """
 
-from typing import NamedTuple, TypeAlias
+import dataclasses
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from adapprox_jax.argument_checks import is_zero
-from adapprox_jax.linalg.products import column_energies, contract, contract_in_parts, fused_outer
+from adapprox_jax.linalg.products import contract, contract_in_parts, fused_outer, matmul, outer
 from adapprox_jax.linalg.quantization import in_blocks
 from adapprox_jax.linalg.random_start import start_columns, warm_start
 from adapprox_jax.linalg.rounding import rounded
 from adapprox_jax.linalg.srsi import mask_columns, normalize, power_of_two_below
 from adapprox_jax.settings import Settings
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.factorize import accumulate_drift, rounding_bits, within_range
-from adapprox_jax.step.matrix_step import divide_by_root, unit_scale
-from adapprox_jax.step.rank_choice import choose_rank_by_table, fit_columns
+from adapprox_jax.step.approximation import Approximation
+from adapprox_jax.step.platform import Platform
+from adapprox_jax.step.rank_choice import choose_rank, fit_columns
 from adapprox_jax.step.scalars import StepScalars
 
 
-class Plan(NamedTuple):
-    """What is the same for all matrices of a leaf, and known but for the numbers of the step."""
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scalars"],
+    meta_fields=["settings", "platform", "axis", "batch", "shorter_side", "capacity"],
+)
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is the same for all matrices of a leaf: a tree of the numbers of the step."""
 
     scalars: StepScalars
     settings: Settings
-    axis: int  # of a matrix of the gradient, along which q stands
-    batch: int  # matrices
+    platform: Platform
+    axis: int  # of the gradient of a matrix, along which q stands
+    batch: int  # matrices of the leaf
     shorter_side: int
     capacity: int  # columns of the buffers
 
     @property
+    def approximation(self) -> Approximation:
+        """What the factors stand for."""
+        return self.settings.approximation
+
+    @property
     def is_fixed(self) -> bool:
-        """Whether the rank is that of the buffers."""
+        """Whether the rank is always that of the buffers."""
         return self.settings.rank.is_fixed(self.capacity)
 
     @property
-    def most_parts(self) -> int:
-        """Of a long sum: several matrices keep all cores busy without."""
-        return 64 if self.batch == 1 else 1
-
-    @property
     def width(self) -> int:
-        """Columns worked on: those of the buffers, and p more."""
+        """Columns that are worked on: those of the buffers, and p more."""
         return self.settings.subspace.width(self.capacity, self.shorter_side)
 
+    @property
+    def measures(self) -> jax.Array:
+        """Whether the error is measured at this step."""
+        if self.is_fixed and self.platform.measures_every_step:
+            return jnp.asarray(True)
+        return self.settings.rank.is_measured(self.scalars.step)
 
-class Matrices(NamedTuple):
-    """The matrices of a leaf as a stack: each array has a leading axis; or one of them, without."""
+
+class Matrix(NamedTuple):
+    """The gradient of one matrix and what its last factors say of V."""
 
     grad: jax.Array  # (m, n) or (n, m)
-    state: LeafState
-    largest_u: jax.Array  # magnitude
+    q: jax.Array
+    u: jax.Array
     scale: jax.Array  # what G is divided by, a power of two
+    target: jax.Array | None = None  # A, where it stays in memory
 
 
-ThinFactors: TypeAlias = tuple[jax.Array, jax.Array]  # q and u in units of the target's scale
+class Factors(NamedTuple):
+    """q u^T, divided by the target's scale."""
+
+    q: jax.Array
+    u: jax.Array
 
 
 class Choice(NamedTuple):
-    """Which columns of the factors of a stack are kept."""
+    """Which columns of some factors are kept."""
 
-    turn: jax.Array | None  # that puts the best first
-    rank: jax.Array  # how many then stay
-    residual: jax.Array  # ||A - q u^T||^2 of those, in squared units; NaN where it is not measured
+    turn: jax.Array | None  # puts the best columns first
+    rank: jax.Array  # how many stay then
+    residual: jax.Array  # ||A - q u^T||^2 of those, in squared units
 
 
-class ErrorParts(NamedTuple):
-    """What tells the errors of a stack of matrices, an array (batch,) each."""
+class ErrorTerms(NamedTuple):
+    """What the errors of a matrix are made of, all scalars."""
 
-    residual: jax.Array  # ||A - q u^T||^2 in squared units, if it is new
+    residual: jax.Array  # ||A - q u^T||^2 in squared units, if it is measured
     norm: jax.Array  # ||q u^T|| in units
     unit: jax.Array
-    is_new: jax.Array
+    is_measured: jax.Array
     last_error: jax.Array
     last_drift: jax.Array
     decay: jax.Array  # of the drift
 
 
 class Errors(NamedTuple):
-    """Of a stack of matrices, an array (batch,) each."""
+    """What is known of the new factors, all scalars."""
 
-    error: jax.Array
+    error: jax.Array  # xi, as it was measured last
     drift: jax.Array
-    false_once_known: jax.Array
+    after_error: jax.Array  # False, but not before the error is known
 
 
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
-    """What G is divided by: 1 for the root, whose average and quotient hold at any scale."""
-    approximation = plan.settings.approximation
-    if not approximation.scale_follows_gradient:
-        return jnp.ones_like(largest_u)
-    return unit_scale(grad, largest_u, approximation)
+    """What G is divided by: a power of two about as large as the root of V, or as G where V is 0.
 
-
-def target_of(plan: Plan, of: Matrices) -> jax.Array:
-    """The target, divided by its scale, in the shape of the gradient."""
-    approximation = plan.settings.approximation
-    q, u = (x.astype(of.scale.dtype) for x in (of.state.q, of.state.u))
-    product = fused_outer(q, u / approximation.of_scale(of.scale), plan.axis)
-    return approximation.average(jnp.maximum(product, 0), gradient_of(of), plan.scalars.b2)
-
-
-def gradient_of(of: Matrices) -> jax.Array:
-    """G, divided by its scale."""
-    return of.grad.astype(of.scale.dtype) / of.scale
-
-
-def image_of(plan: Plan, of: Matrices) -> tuple[jax.Array, jax.Array]:
-    """The target times the start, which has more columns where an adaptive rank is chosen.
-
-    In parts, (parts, m, width), which are still to be added, as in `normal_image_of`; and the
-    largest entries of the target along its last axis.
+    Squares of what is divided by it neither overflow nor vanish, and to undo the division rounds
+    nothing. 1 where no square is taken: of the root, on platforms that average it at any scale.
     """
-    start = start_columns(plan.scalars.draws, plan.width, of.scale.dtype, of.state.u.shape[0])
+    is_square = plan.approximation.is_square
+    if not is_square and plan.platform.averages_at_any_scale:
+        return jnp.ones_like(largest_u)
+    root = plan.approximation.root(largest_u)
+
+    def largest_gradient(grad: jax.Array) -> jax.Array:
+        return jnp.max(jnp.abs(grad)).astype(root.dtype)
+
+    if is_square:  # it overflows at gradients that are merely 1e9 times those before
+        largest = jnp.maximum(root, largest_gradient(grad))
+    else:
+        largest = jax.lax.cond(root > 0, lambda _: root, largest_gradient, grad)
+    # A step does not depend on the scale, but a derivative through it may overflow.
+    scale = 2 * power_of_two_below(jax.lax.stop_gradient(largest))
+    return jnp.where(largest > 0, jnp.clip(scale, 2.0**-40, 2.0**60), 1)
+
+
+def start_of(plan: Plan, u: jax.Array, largest_u: jax.Array) -> jax.Array:
+    """The start of the subspace iteration, (n, width): the last u, and random columns."""
+    start = start_columns(plan.scalars.draws, plan.width, largest_u.dtype, u.shape[0])
     if plan.settings.subspace.warm_start:
-        # A rank that is not read needs no copy before its memory is given to the new one.
-        in_use = plan.capacity if plan.is_fixed else of.state.rank
-        known = jnp.where(of.largest_u > 0, in_use, 0)
-        start = warm_start(start, of.state.u, known, 1 / power_of_two_below(of.largest_u))
-    if not plan.is_fixed:
-        measured = plan.settings.rank.is_measured(plan.scalars.step)
-        start = mask_columns(start, jnp.where(measured, plan.width, of.state.rank))
-    target = target_of(plan, of)
-    return contract_in_parts(target, start, 1 - plan.axis, plan.most_parts), jnp.max(
-        target, axis=-1
+        start = warm_start(start, u, 1 / power_of_two_below(largest_u))
+    return start
+
+
+def target_of(plan: Plan, matrix: Matrix) -> jax.Array:
+    """A in the shape of the gradient: b2 V + (1 - b2) G^2 or its root, divided by its scale."""
+    if matrix.target is not None:
+        return matrix.target
+    q, u = (x.astype(matrix.scale.dtype) for x in (matrix.q, matrix.u))
+    last = product_of(plan, Factors(q, u / plan.approximation.of_scale(matrix.scale)))
+    last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)
+    any_scale = plan.platform.averages_at_any_scale
+    return plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2, any_scale)
+
+
+def product_of(plan: Plan, factors: Factors) -> jax.Array:
+    """Q u^T in the shape of the gradient."""
+    product = fused_outer if plan.platform.fuses_outer_products else outer
+    return product(*factors, plan.axis)
+
+
+def gradient_of(matrix: Matrix) -> jax.Array:
+    """G, divided by its scale."""
+    return matrix.grad.astype(matrix.scale.dtype) * (1 / matrix.scale)
+
+
+def image_of(plan: Plan, matrix: Matrix, start: jax.Array) -> jax.Array:
+    """A times the start, in parts (parts, m, width) that are still to be added."""
+    return _times(plan, target_of(plan, matrix), start)
+
+
+def normal_image_of(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
+    """A times A^T q, for one more iteration, in parts as in `image_of`."""
+    target = target_of(plan, matrix)
+    unit_u, _ = normalize(contract(target, q, plan.axis))
+    return _times(plan, target, unit_u)
+
+
+def _times(plan: Plan, target: jax.Array, x: jax.Array) -> jax.Array:
+    # Several matrices keep all cores busy without more parts.
+    most = plan.platform.most_parts if plan.batch == 1 else 1
+    return contract_in_parts(target, x, 1 - plan.axis, most)
+
+
+def project(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
+    """U = A^T q."""
+    return contract(target_of(plan, matrix), q, plan.axis)
+
+
+def quotient_of(plan: Plan, matrix: Matrix) -> jax.Array:
+    """The gradient over the root of V, in its type."""
+    root = plan.approximation.root(target_of(plan, matrix))
+    scaled = divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
+    return scaled.astype(matrix.grad.dtype)
+
+
+def image_and_quotient(plan: Plan, matrix: Matrix, start: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`image_of` and `quotient_of` in one pass."""
+    return image_of(plan, matrix, start), quotient_of(plan, matrix)
+
+
+def divide_by_root(
+    grad: jax.Array,
+    root: jax.Array,
+    scalars: StepScalars,
+    scale: jax.typing.ArrayLike = 1.0,
+) -> jax.Array:
+    """G / (sqrt(V / correction + eps_root) + eps), elementwise.
+
+    Args:
+      grad: G / scale.
+      root: sqrt(V) / scale.
+      scalars: The numbers of this step.
+      scale: What G and the root were divided by.
+    """
+    root = root / jnp.sqrt(scalars.correction)
+    if not is_zero(scalars.eps_root):
+        root = jnp.hypot(root, jnp.sqrt(scalars.eps_root) / scale)
+    return grad / (root + scalars.eps / scale)
+
+
+def gram_of(u: jax.Array, unit: jax.Array) -> jax.Array:
+    """The Gram matrix of the columns of u, from which `principal_turn` turns them."""
+    columns = u / unit
+    return contract(columns, columns, 0)
+
+
+def turned(columns: jax.Array, turn: jax.Array) -> jax.Array:
+    """Columns in order of falling singular value, after a `principal_turn`."""
+    return matmul(columns, turn.T)
+
+
+def residuals_of(
+    plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
+) -> jax.Array:
+    """What adds up to ||A - q u^T||^2 in squared units."""
+    difference = target_of(plan, matrix) - product_of(plan, Factors(q, u))
+    squares = jnp.square(difference * (1 / unit))
+    return (
+        jnp.sum(in_blocks(squares), axis=-1) if plan.platform.sums_in_blocks else jnp.sum(squares)
     )
 
 
-def normal_image_of(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
-    """The target times A^T q, for one more iteration."""
-    target = target_of(plan, of)
-    unit_u, _ = normalize(contract(target, q, plan.axis))
-    return contract_in_parts(target, unit_u, 1 - plan.axis, plan.most_parts)
-
-
-def project(plan: Plan, of: Matrices, q: jax.Array) -> jax.Array:
-    """U = A^T q."""
-    return contract(target_of(plan, of), q, plan.axis)
-
-
-def residuals_of(plan: Plan, of: Matrices, factors: ThinFactors, unit: jax.Array) -> jax.Array:
-    """What adds up to ||A - q u^T||^2 in squared units.
-
-    One number of each block that `quantize` gives a scale: sums of one shape share a kernel.
-    """
-    difference = target_of(plan, of) - fused_outer(*factors, plan.axis)
-    return jnp.sum(jnp.square(in_blocks(difference / unit)), axis=-1)
-
-
-def error_parts(
-    plan: Plan, of: Matrices, residual: jax.Array, norm: jax.Array, unit: jax.Array
-) -> ErrorParts:
-    """What `errors_of` is asked for."""
-    step, settings = plan.scalars.step, plan.settings
-    unit = unit * settings.approximation.of_scale(of.scale)
-    is_new = jnp.asarray(True) if plan.is_fixed else settings.rank.is_measured(step)
-    decay = jnp.asarray(settings.approximation.drift_decay(plan.scalars.b2), of.state.drift.dtype)
-    return ErrorParts(residual, norm, unit, is_new, of.state.error, of.state.drift, decay)
-
-
-def errors_of(parts: ErrorParts) -> Errors:
-    """Xi, measured or the last one known, and the estimate of the distance from exact targets."""
-    norm_squared = parts.residual + jnp.square(parts.norm)
-    error = jnp.sqrt(parts.residual / jnp.where(norm_squared == 0, 1, norm_squared))
-    error = jnp.where(parts.is_new, error.astype(parts.last_error.dtype), parts.last_error)
-    drift = accumulate_drift(parts.last_drift, error, parts.unit * parts.norm, parts.decay)
-    # Never true, and not known before the error is.
-    return Errors(error, drift, error < 0)
-
-
-def rank_of(plan: Plan, factors: ThinFactors, unit: jax.Array, residual: jax.Array) -> jax.Array:
-    """The first rank that will do."""
-    energies = column_energies(factors[1] / unit)
+def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:
+    """The first rank that will do, from what all columns leave out."""
+    energies = jnp.sum(jnp.square(factors.u / unit), axis=0)
     threshold = plan.scalars.error_threshold
-    return choose_rank_by_table(energies, residual, plan.capacity, threshold, plan.settings.rank)
+    return choose_rank(energies, residual, plan.capacity, threshold, plan.settings.rank)
 
 
-def kept_columns(plan: Plan, of: Matrices, factors: ThinFactors, rank: jax.Array) -> ThinFactors:
+def kept_columns(plan: Plan, last: LeafState, factors: Factors, rank: jax.Array) -> Factors:
     """The first columns, rounded as the state keeps them, in the type that is worked in."""
     q, u = (fit_columns(x, plan.capacity) for x in factors)
     if not plan.is_fixed:
         q, u = mask_columns(q, rank), mask_columns(u, rank)
-    of_q, of_u = rounding_bits(plan.scalars.rounding, of.state.q, of.state.u)
-    kept_q = rounded(q, of.state.q.dtype, of_q)
-    kept_u = rounded(u, of.state.u.dtype, of_u)
-    return kept_q.astype(q.dtype), kept_u.astype(u.dtype)
+    bits: tuple[jax.Array | None, jax.Array | None] = None, None
+    if plan.scalars.rounding is not None and last.q.dtype == jnp.bfloat16:
+        of_q, of_u = plan.scalars.rounding
+        bits = of_q[: q.shape[0], : q.shape[1]], of_u[: u.shape[0], : u.shape[1]]
+    kept_q, kept_u = rounded(q, last.q.dtype, bits[0]), rounded(u, last.u.dtype, bits[1])
+    return Factors(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
 
 
-def quotient_of(plan: Plan, of: Matrices) -> jax.Array:
-    """The gradient over the root of V, in its type."""
-    approximation, scalars = plan.settings.approximation, plan.scalars
-    gradient, target = gradient_of(of), target_of(plan, of)
-    if approximation.scale_follows_gradient or is_zero(scalars.eps_root):
-        scaled = divide_by_root(gradient, target, scalars, approximation, of.scale)
-    else:  # not through the square of the root, which may overflow
-        root = jnp.hypot(target / jnp.sqrt(scalars.correction), jnp.sqrt(scalars.eps_root))
-        scaled = gradient / (root + scalars.eps)
-    return scaled.astype(of.grad.dtype)
+def error_terms(
+    plan: Plan,
+    last: LeafState,
+    scale: jax.Array,
+    residual: jax.Array,
+    norm: jax.Array,
+    unit: jax.Array,
+) -> ErrorTerms:
+    """Collects what `errors_of` needs."""
+    unit = unit * plan.approximation.of_scale(scale)
+    decay = jnp.asarray(plan.approximation.drift_decay(plan.scalars.b2), last.drift.dtype)
+    return ErrorTerms(residual, norm, unit, plan.measures, last.error, last.drift, decay)
+
+
+def errors_of(terms: ErrorTerms) -> Errors:
+    """The paper's xi and the drift, an estimate of the distance from the exact target.
+
+    With D that distance in the Frobenius norm, D_t <= decay D_(t-1) + ||A - q u^T||: averaging
+    shrinks an old distance, cutting off entries below zero does not grow it, and the factorization
+    adds its own. A bound, up to rounding, where xi is measured at every step. ||A - q u^T|| follows
+    from xi and ||q u^T||, since the two are orthogonal.
+    """
+    norm_squared = terms.residual + jnp.square(terms.norm)
+    error = jnp.sqrt(terms.residual / jnp.where(norm_squared == 0, 1, norm_squared))
+    error = jnp.where(terms.is_measured, error.astype(terms.last_error.dtype), terms.last_error)
+    norm = within_range(terms.unit * terms.norm, terms.last_drift.dtype)
+    left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
+    drift = within_range(terms.last_drift * terms.decay + left_out, terms.last_drift.dtype)
+    return Errors(error, drift.astype(terms.last_drift.dtype), error < 0)
 
 
 def new_state(
-    plan: Plan, of: Matrices, factors: ThinFactors, rank: jax.Array, errors: Errors
+    plan: Plan,
+    last: LeafState,
+    scale: jax.Array,
+    factors: Factors,
+    rank: jax.Array,
+    errors: Errors,
 ) -> LeafState:
-    """The state that is kept of new factors.
+    """The state that keeps new factors.
 
-    Until the old factors have been read for the last time, for the residual, the new ones cannot
-    take their memory, and would have to be copied there.
+    It waits for the error: until the old factors have been read for the last time, the new ones
+    cannot take their memory, and would have to be copied there.
     """
-    q, u = factors
-    u = within_range(u * plan.settings.approximation.of_scale(of.scale), of.state.u.dtype)
-    new = LeafState(q, u, rank, errors.error, errors.drift, ())
+    u = within_range(factors.u * plan.approximation.of_scale(scale), last.u.dtype)
+    new = LeafState(factors.q, u, rank, errors.error, errors.drift, ())
     return jax.tree.map(
-        lambda x, last: jnp.where(errors.false_once_known, 0, x).astype(last.dtype), new, of.state
+        lambda x, old: jnp.where(errors.after_error, 0, x).astype(old.dtype), new, last
     )
+
+
+def within_range(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Numbers, none beyond the largest of a type; NaN stays.
+
+    An infinite second moment of finite gradients would never fall again, and
+    `optax.apply_if_finite`, which looks at gradients alone, would not see it.
+    """
+    largest = float(jnp.finfo(dtype).max)  # type: ignore[no-untyped-call]
+    return jnp.clip(x, -largest, largest)

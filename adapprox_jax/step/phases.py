@@ -1,160 +1,257 @@
-"""One step of all factored leaves in phases, the way that suits accelerators.
-
-There a small decomposition costs the same for one matrix as for a hundred, and a branch or a loop
-of unknown length is a round trip to the host. So what is small is done for all leaves together, and
-what is large leaf by leaf:
+"""The order of a step's work, for the stacks of matrices of one leaf or of many.
 
 1. each leaf: the target from its factors and its gradient, and its image of the start;
 2. together: orthonormal bases of the images;
 3. each leaf: the target once more, A^T q, the quotient, the error.
 
-But for the largest that fit into a fixed number of bytes the targets are not kept from one phase to
-another, for which barriers stand between them. Nothing waits for the host but one branch of
-adaptive ranks, whose steps choose them or not.
+On accelerators a small decomposition costs the same for one matrix as for a hundred, and a branch
+or a loop of unknown length is a round trip to the host. So all leaves go through the phases at
+once, and but for the largest that fit into a fixed number of bytes their targets are not kept from
+one phase to another, for which barriers stand between them. Nothing waits for the host but one
+branch of adaptive ranks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS
-from adapprox_jax.linalg.srsi import power_of_two_below
-from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices, view_shape
-from adapprox_jax.settings import Settings
-from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
+from adapprox_jax.linalg.srsi import power_of_two_below, principal_turn
+from adapprox_jax.linalg.tiles import tile_count
+from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.batching import sums_of, together
+from adapprox_jax.step.batching import (
+    each,
+    grouping_of,
+    join,
+    matrices_at_once,
+    part,
+    sums_of,
+    sweep,
+    together,
+)
 from adapprox_jax.step.matrix import (
-    ErrorParts,
+    Choice,
     Errors,
-    Matrices,
+    ErrorTerms,
+    Factors,
+    Matrix,
     Plan,
-    ThinFactors,
-    error_parts,
+    error_terms,
     errors_of,
+    gram_of,
+    image_and_quotient,
     image_of,
     kept_columns,
     new_state,
     normal_image_of,
     project,
     quotient_of,
+    rank_of,
+    residuals_of,
     scale_of,
+    start_of,
+    target_of,
+    turned,
 )
-from adapprox_jax.step.phase_choices import choose_columns, turned
-from adapprox_jax.step.scalars import StepScalars, merge_known
-from adapprox_jax.step.stacks import at_once, each, sweep
+
+
+class Found(NamedTuple):
+    """What a step has found of the stacks of leaves; in each list an entry a leaf."""
+
+    plans: Sequence[Plan]
+    stacks: Sequence[Matrix]
+    lasts: Sequence[LeafState]
+    factors: Sequence[Factors]  # of all columns that were worked on
+    units: Sequence[jax.Array]  # powers of two, about as large as the largest entry of u
+
+    def of(self, leaves: Sequence[int]) -> "Found":
+        """That of some leaves."""
+        lists: Any = ([x[i] for i in leaves] for x in self)
+        return Found(*lists)
+
 
 _MOST_AT_ONCE = 40 * 2**20  # entries of targets on a device, kept ones among them: 160 MiB
 _MOST_KEPT = 2  # stacks: many small ones would pile up while others are still made
 
 
-def step_in_phases(
-    traced: StepScalars,
+def step_stacks(
+    plans: Sequence[Plan],
     grads: Sequence[jax.Array],
-    states: Sequence[LeafState],
-    *,
-    known: StepScalars,
-    views: Sequence[MatrixView],
-    settings: Settings,
+    lasts: Sequence[LeafState],
+    measured: jax.Array,
 ) -> list[tuple[jax.Array, LeafState]]:
-    """One step for all factored leaves.
+    """One step of Algorithm 3 up to the clip.
 
     Args:
-      traced: The numbers of this step that are arrays; None for the others.
-      grads: The gradients of the factored leaves.
-      states: Their states.
-      known: The numbers of this step that are known beforehand; None for the others.
-      views: Which of their axes form matrices.
-      settings: Of the optimizer.
+      plans: Of the leaves, all with the same settings.
+      grads: Of each leaf its matrices, (batch, m, n) or (batch, n, m).
+      lasts: Their states, with an axis for the batch in front.
+      measured: Whether this step chooses ranks.
 
     Returns:
-      For each leaf the scaled gradient in its type, and the new state.
+      For each leaf the scaled gradients and the new states.
     """
-
-    def all_leaves(
-        traced: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
-    ) -> list[tuple[jax.Array, LeafState]]:
-        # Not of one leaf, which may vary over devices where others do not.
-        measured = settings.rank.is_measured(traced.step)
-        plans, flat = [], []
-        for given, of_leaf, view in zip(grads, states, views, strict=True):
-            own, grad, state = varying_alike((traced, given, of_leaf._replace(nu=())))
-            scalars = merge_known(known, own, jnp.promote_types(grad.dtype, jnp.float32))
-            _, rows, columns = view_shape(grad.shape, view)
-            axis = 0 if rows <= columns else 1
-            batch, capacity = math.prod(state.rank.shape), state.q.shape[-1]
-            plans.append(Plan(scalars, settings, axis, batch, min(rows, columns), capacity))
-            operands = to_matrices(grad, view), state
-            depth = len(view.batch)
-            flat.append(
-                jax.tree.map(lambda x, b=batch, d=depth: x.reshape(b, *x.shape[d:]), operands)
-            )
-        stacks = _as_stacks(plans, flat)
-        results = []
-        leaves = zip(_step_stacks(plans, stacks, measured), grads, states, views, strict=True)
-        for result, grad, state, view in leaves:
-            batch = state.rank.shape
-            scaled, new = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
-            results.append((from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)))
-        return results
-
-    like = list(zip(grads, states, strict=True))
-    return with_automatic_axes(all_leaves, like)(traced, list(grads), list(states))
-
-
-def _step_stacks(
-    plans: Sequence[Plan], stacks: Sequence[Matrices], measured: jax.Array
-) -> list[tuple[jax.Array, LeafState]]:
-    """The phases, for leaves as stacks of matrices."""
     if not plans:
         return []
     subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
+    platform = plans[0].platform
     rounds = max(subspace.rounds(plan.width, plan.capacity, rule) for plan in plans)
 
     def orthonormalize(images: list[jax.Array]) -> list[jax.Array]:
         added = [parts.sum(axis=1) for parts in images]
-        unroll = rounds <= WARM_ROUNDS  # a loop costs an accelerator more than two rounds of code
+        unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
         return ORTHONORMALIZE[subspace.orthogonalization](added, rounds, unroll)
 
-    images = sweep(image_of, plans, stacks)
-    bases = together(orthonormalize, [image for image, _ in images], have_sides=True)
-    largest = together(_largest, [largest for _, largest in images], have_sides=True)
-    units = [power_of_two_below(x) for x in largest]
-    for _ in range(1, subspace.power_iterations):
-        stacks, bases = _made_anew(stacks, bases)
-        images_again = sweep(normal_image_of, plans, stacks, bases)
-        bases = together(orthonormalize, images_again, have_sides=True)
-    stacks, bases = _made_anew(stacks, bases)
-    found = list(zip(bases, sweep(project, plans, stacks, bases), strict=True))
-
-    choices = choose_columns(plans, stacks, found, units, measured)
-    ranks = [choice.rank for choice in choices]
-    kept = each(kept_columns, plans, stacks, turned(found, choices), ranks)
-    residuals = [choice.residual for choice in choices]
-    errors = together(
-        _errors, each(error_parts, plans, stacks, residuals, _norms(kept, units), units)
-    )
-    states = each(new_state, plans, stacks, kept, ranks, errors)
-    return list(zip(each(quotient_of, plans, stacks), states, strict=True))
-
-
-def _as_stacks(
-    plans: Sequence[Plan], leaves: Sequence[tuple[jax.Array, LeafState]]
-) -> list[Matrices]:
-    """Gradients and states with what tells how large the targets are."""
-    us = [state.u.astype(jnp.promote_types(grad.dtype, jnp.float32)) for grad, state in leaves]
-    largest = together(_largest, us, have_sides=True)
-    grads = [grad for grad, _ in leaves]
+    largest = _largest([last.u for last in lasts], grads)
     scales = each(scale_of, plans, grads, largest)
+    stacks = [
+        Matrix(grad, last.q, last.u, scale)
+        for grad, last, scale in zip(grads, lasts, scales, strict=True)
+    ]
+    if platform.keeps_targets:
+        stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
+    starts = each(start_of, plans, [last.u for last in lasts], largest)
+    images: Sequence[jax.Array]
+    quotients: Sequence[jax.Array] = ()
+    if platform.quotient_with_image:
+        of_first_pass = sweep(image_and_quotient, plans, stacks, starts, like_u=1)
+        images, quotients = zip(*of_first_pass, strict=True)
+    else:
+        images = sweep(image_of, plans, stacks, starts, like_u=1)
+    bases = together(orthonormalize, images, have_sides=True)
+    for _ in range(1, subspace.power_iterations):
+        stacks, bases = _made_anew(plans, stacks, bases)
+        images = sweep(normal_image_of, plans, stacks, bases, like_q=1)
+        bases = together(orthonormalize, images, have_sides=True)
+    stacks, bases = _made_anew(plans, stacks, bases)
+    us = sweep(project, plans, stacks, bases, like_q=1)
+    factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
+    units = [power_of_two_below(x) for x in _largest(us, us)]
+
+    found = Found(plans, stacks, lasts, factors, units)
+    choices = choose_columns(found, measured)
+    ranks = [choice.rank for choice in choices]
+    kept = _kept_factors(found, choices)
+    residuals = [choice.residual for choice in choices]
+    norms = _norms(kept, units)
+    terms = each(error_terms, plans, lasts, scales, residuals, norms, units)
+    errors = together(_errors, terms)
+    states = each(new_state, plans, lasts, scales, kept, ranks, errors)
+    if not quotients:
+        quotients = sweep(quotient_of, plans, stacks)
+    return list(zip(quotients, states, strict=True))
+
+
+def choose_columns(found: Found, measured: jax.Array) -> list[Choice]:
+    """Which columns to keep, and what they leave out.
+
+    Ranks are chosen, and errors measured, at some steps alone: in one branch for all leaves, out of
+    which no factors pass, because each array that leaves a branch is copied. On accelerators the
+    error of a fixed rank costs less than a branch and is measured at every step.
+    """
+    choices: dict[int, Choice] = {}
+    for choose, is_fixed in ((_choose_fixed, True), (_choose_adaptive, False)):
+        leaves = [i for i, plan in enumerate(found.plans) if plan.is_fixed == is_fixed]
+        if leaves:
+            chosen = choose(found.of(leaves), measured)
+            choices.update(zip(leaves, chosen, strict=True))
+    return [choices[i] for i in range(len(found.plans))]
+
+
+def _choose_fixed(found: Found, measured: jax.Array) -> list[Choice]:
+    """All columns of a fixed rank: of more than those the best."""
+    turns: Sequence[jax.Array | None] = [None] * len(found.plans)
+    if any(plan.width > plan.capacity for plan in found.plans):
+        turns = _turns(found)
+    choices = [
+        choice._replace(rank=jnp.full_like(choice.rank, plan.capacity))
+        for plan, choice in zip(found.plans, _unmeasured(found, turns), strict=True)
+    ]
+    if found.plans[0].platform.measures_every_step:
+        return _with_residuals(found, choices)
+    return _branch(measured, lambda: _with_residuals(found, choices), choices)
+
+
+def _choose_adaptive(found: Found, measured: jax.Array) -> list[Choice]:
+    """Algorithm 2 at steps that choose ranks; else the ranks in use, without a turn."""
+    rotates = found.plans[0].settings.subspace.rotate
+    no_turns = [
+        jnp.zeros_like(u[:, :1, :1]) + jnp.eye(u.shape[2], dtype=u.dtype) if rotates else None
+        for _, u in found.factors
+    ]
+
+    def choose() -> list[Choice]:
+        residuals = _residuals(found, found.factors)
+        choices = _unmeasured(found, _turns(found) if rotates else no_turns)
+        factors = _turned(found.factors, choices)
+        ranks = each(rank_of, found.plans, factors, found.units, residuals)
+        choices = [x._replace(rank=rank) for x, rank in zip(choices, ranks, strict=True)]
+        return _with_residuals(found, choices)
+
+    return _branch(measured, choose, _unmeasured(found, no_turns))
+
+
+def _unmeasured(found: Found, turns: Sequence[jax.Array | None]) -> list[Choice]:
+    """The ranks in use. What they leave out is not known."""
     return [
-        Matrices(grad, state, *sizes)
-        for (grad, state), *sizes in zip(leaves, largest, scales, strict=True)
+        Choice(turn, last.rank, jnp.full_like(unit, jnp.nan))
+        for turn, last, unit in zip(turns, found.lasts, found.units, strict=True)
     ]
 
 
-def _norms(factors: Sequence[ThinFactors], units: Sequence[jax.Array]) -> list[jax.Array]:
+def _branch(
+    measured: jax.Array, choose: Callable[[], list[Choice]], stay: list[Choice]
+) -> list[Choice]:
+    """Choices at steps that make them. What passes through the branch is put together."""
+    grouping = grouping_of(stay)
+    joined = jax.lax.cond(measured, lambda: join(choose(), grouping), lambda: join(stay, grouping))
+    return part(joined, grouping)
+
+
+def _with_residuals(found: Found, choices: Sequence[Choice]) -> list[Choice]:
+    """Choices with what the columns leave out as they are kept."""
+    residuals = _residuals(found, _kept_factors(found, choices))
+    return [x._replace(residual=r) for x, r in zip(choices, residuals, strict=True)]
+
+
+def _kept_factors(found: Found, choices: Sequence[Choice]) -> list[Factors]:
+    ranks = [choice.rank for choice in choices]
+    return each(kept_columns, found.plans, found.lasts, _turned(found.factors, choices), ranks)
+
+
+def _residuals(found: Found, factors: Sequence[Factors]) -> list[jax.Array]:
+    qs, us = zip(*factors, strict=True)
+    of_matrices = found.plans, found.stacks
+    return sums_of(sweep(residuals_of, *of_matrices, qs, us, found.units, like_q=1, like_u=1))
+
+
+def _turns(found: Found) -> list[jax.Array]:
+    """What puts columns in order of falling singular value."""
+    pairs = zip(found.factors, found.units, strict=True)
+    grams = [jax.vmap(gram_of)(u, unit) for (_, u), unit in pairs]
+    return together(lambda groups: [principal_turn(group) for group in groups], grams)
+
+
+def _turned(factors: Sequence[Factors], choices: Sequence[Choice]) -> list[Factors]:
+    """Factors after their turns, if there are any."""
+
+    def products(groups: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [jax.vmap(turned)(x, turn) for x, turn in groups]
+
+    results = list(factors)
+    turns = {i: choice.turn for i, choice in enumerate(choices) if choice.turn is not None}
+    pairs = [(x, turn) for i, turn in turns.items() for x in factors[i]]
+    in_order = together(products, pairs, have_sides=True)
+    for i, q, u in zip(turns, in_order[::2], in_order[1::2], strict=True):
+        results[i] = Factors(q, u)
+    return results
+
+
+def _norms(factors: Sequence[Factors], units: Sequence[jax.Array]) -> list[jax.Array]:
     """||q u^T|| of each matrix, divided by its unit."""
     squares = [
         jnp.square(u / unit[:, None, None]) for (_, u), unit in zip(factors, units, strict=True)
@@ -162,30 +259,46 @@ def _norms(factors: Sequence[ThinFactors], units: Sequence[jax.Array]) -> list[j
     return [jnp.sqrt(x) for x in sums_of(squares)]
 
 
-def _errors(groups: list[ErrorParts]) -> list[Errors]:
-    """Errors and drift of stacks."""
+def _errors(groups: list[ErrorTerms]) -> list[Errors]:
+    """`errors_of` of stacks."""
     return [errors_of(group) for group in groups]
 
 
-def _largest(groups: list[jax.Array]) -> list[jax.Array]:
-    """Largest magnitude in each array of stacks."""
-    return [jnp.max(jnp.abs(x), axis=tuple(range(1, x.ndim))) for x in groups]
+def _largest(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
+    """The largest magnitude in each array of stacks, in the type that its gradient is worked in."""
+
+    def largest(groups: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.max(jnp.abs(x), axis=(1, 2)) for x in groups]
+
+    wide = [
+        x.astype(jnp.promote_types(grad.dtype, jnp.float32))
+        for x, grad in zip(arrays, grads, strict=True)
+    ]
+    return together(largest, wide, have_sides=True)
+
+
+def _with_target(plan: Plan, stack: Matrix) -> Matrix:
+    """A stack with its target in memory, unless that is large."""
+    if tile_count(stack.grad.shape[1:], plan.platform.largest_whole) > 1:
+        return stack
+    [target] = each(target_of, [plan], [stack])
+    return stack._replace(target=target)
 
 
 def _made_anew(
-    stacks: Sequence[Matrices], after: list[jax.Array]
-) -> tuple[list[Matrices], list[jax.Array]]:
-    """The stacks once `after` is there: most of their targets are made once more, and not kept."""
+    plans: Sequence[Plan], stacks: Sequence[Matrix], after: list[jax.Array]
+) -> tuple[list[Matrix], list[jax.Array]]:
+    """Recomputes targets after `after` instead of storing them, but for those that are kept."""
+    if plans[0].platform.keeps_targets:
+        return list(stacks), after
     kept = _kept([stack.grad.shape for stack in stacks])
     # Leaf by leaf, because under `jax.shard_map` what leaves a barrier varies as all that enters.
     pairs = [
-        (stack.state.q, x) if i in kept else jax.lax.optimization_barrier((stack.state.q, x))
+        (stack.q, x) if i in kept else jax.lax.optimization_barrier((stack.q, x))
         for i, (stack, x) in enumerate(zip(stacks, after, strict=True))
     ]
-    return [
-        stack._replace(state=stack.state._replace(q=q))
-        for stack, (q, _) in zip(stacks, pairs, strict=True)
-    ], [x for _, x in pairs]
+    anew = [stack._replace(q=q) for stack, (q, _) in zip(stacks, pairs, strict=True)]
+    return anew, [x for _, x in pairs]
 
 
 def _kept(shapes: Sequence[tuple[int, ...]]) -> set[int]:
@@ -196,7 +309,7 @@ def _kept(shapes: Sequence[tuple[int, ...]]) -> set[int]:
     for place, i in enumerate(largest_first):
         others = [j for j in largest_first[: place + 2] if j not in kept and j != i]
         in_memory = sum(math.prod(shapes[j]) for j in (*kept, i))
-        worked_on = max((math.prod(shapes[j][1:]) * at_once(shapes[j]) for j in others), default=0)
-        if len(kept) < _MOST_KEPT and in_memory + worked_on <= most:
+        sizes = (math.prod(shapes[j][1:]) * matrices_at_once(shapes[j]) for j in others)
+        if len(kept) < _MOST_KEPT and in_memory + max(sizes, default=0) <= most:
             kept.add(i)
     return kept

@@ -1,24 +1,101 @@
-"""The way that suits the platform that a function is lowered for."""
+"""All differences between platforms, and the choice of the one that a program is lowered for."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
-def by_platform(*operands: Any, cpu: Callable[..., Any], default: Callable[..., Any]) -> Any:
-    """Calls one of two functions: that for CPUs, or that for all else.
+@dataclasses.dataclass(frozen=True)
+class Platform:
+    """How a kind of device likes its work. The figures behind each choice are in docs/design.md."""
 
-    Traced, `jax.lax.platform_dependent` leaves the choice to the platform that it is lowered for,
-    which need not be that of this host; else arrays lie where they are worked on.
+    leaf_after_leaf: bool
+    """Each leaf waits for the one before it; else small work is done for all leaves together."""
+    averages_at_any_scale: bool
+    """Roots are averaged entry by entry at any scale, which takes one more division; else they are
+    divided by a scale of the matrix, whose first choice takes a branch."""
+    fuses_outer_products: bool
+    """q u^T of few columns is a sum of outer products, which is never written to memory."""
+    most_parts: int
+    """Parts that one long sum is split into, so that it keeps many cores busy."""
+    largest_whole: int | None
+    """Entries of a matrix above which passes go over it in tiles; None: never."""
+    keeps_targets: bool
+    """The target of a matrix stays in memory from pass to pass; else only the largest do."""
+    quotient_with_image: bool
+    """The quotient is made in the pass that makes the image; else last, so that it is used soon."""
+    measures_every_step: bool
+    """The error of a fixed rank costs less than a branch that leaves it out."""
+    unrolls_rounds: bool
+    """The few rounds of a warm Cholesky QR are written out instead of looped over."""
+    sums_in_blocks: bool
+    """A residual is summed in the blocks of `quantize`: sums that are alike share a kernel."""
+    sums_together: bool
+    """Sums of small leaves are one sum of what was put together."""
+    directions_at_once: int
+    """Entries that a Newton-Schulz iteration works on at once, with some 16 bytes each."""
+    directions_dtype: Any
+    """Type of the operands of a Newton-Schulz iteration; None for that of the matrices."""
+
+
+CPU = Platform(
+    leaf_after_leaf=True,
+    averages_at_any_scale=False,
+    fuses_outer_products=False,
+    most_parts=1,
+    largest_whole=2**23,
+    keeps_targets=True,
+    quotient_with_image=True,
+    measures_every_step=False,
+    unrolls_rounds=False,
+    sums_in_blocks=False,
+    sums_together=False,
+    directions_at_once=2**20,
+    directions_dtype=None,
+)
+ACCELERATOR = Platform(
+    leaf_after_leaf=False,
+    averages_at_any_scale=True,
+    fuses_outer_products=True,
+    most_parts=64,
+    largest_whole=None,
+    keeps_targets=False,
+    quotient_with_image=False,
+    measures_every_step=True,
+    unrolls_rounds=True,
+    sums_in_blocks=True,
+    sums_together=True,
+    directions_at_once=2**24,
+    directions_dtype=jnp.bfloat16,
+)
+
+
+def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
+    """Calls a function of a `Platform` and arrays with the record of the platform in use.
+
+    Traced, the platform is the one that the program is lowered for, which need not be this host's;
+    else it is that of the arrays.
 
     Args:
+      function: From a `Platform` and the operands to a tree of arrays, whose shapes and types do
+        not depend on the platform.
       *operands: Trees of arrays.
-      cpu: Of the operands.
-      default: Likewise, with results of the same shapes and types.
+
+    Returns:
+      What the function returns.
     """
+
+    def on_cpu(*operands: Any) -> Any:
+        return function(CPU, *operands)
+
+    def on_accelerator(*operands: Any) -> Any:
+        return function(ACCELERATOR, *operands)
+
     arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return jax.lax.platform_dependent(*operands, cpu=cpu, default=default)
+        return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=on_accelerator)
     platforms = {d.platform for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
-    return (cpu if platforms <= {"cpu"} else default)(*operands)
+    return (on_cpu if platforms <= {"cpu"} else on_accelerator)(*operands)

@@ -1,19 +1,25 @@
-"""The numbers of one step, and which of them are known before anything is traced.
+"""The numbers of one step.
 
-A number that is known becomes a part of the compiled code: an `eps_root` of zero costs nothing, and
-1 - b2 is not worked out in float32.
+A number that is known before anything is traced becomes a part of the compiled code: an `eps_root`
+of zero costs nothing, and 1 - b2 is not worked out in float32.
 """
 
+import dataclasses
 import numbers
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from adapprox_jax.linalg.random_start import RandomStart
 
 
-class StepScalars(NamedTuple):
-    """The numbers of one step, for all leaves. Those known beforehand are numbers, not arrays."""
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True)
+class StepScalars:
+    """The numbers of one step, for all leaves: a tree of arrays, in which Python numbers are fixed.
+
+    `jax.jit` compiles anew for other Python numbers, and not for other arrays.
+    """
 
     step: jax.Array  # t, from 1, int32
     draws: RandomStart  # what random starts are made of
@@ -24,27 +30,26 @@ class StepScalars(NamedTuple):
     correction: jax.typing.ArrayLike  # what the second moment is divided by: 1, or 1 - b2^t
     error_threshold: jax.typing.ArrayLike
 
+    def in_type(self, dtype: jax.typing.DTypeLike) -> "StepScalars":
+        """The same with hyperparameters that are arrays in the type that is worked in."""
+        names = ("b2", "eps", "eps_root", "correction", "error_threshold")
+        arrays = {name: x for name in names if isinstance(x := getattr(self, name), jax.Array)}
+        changes: Any = {name: x.astype(dtype) for name, x in arrays.items()}
+        return self.replaced(**changes)
 
-def split_known(scalars: StepScalars) -> tuple[StepScalars, StepScalars]:
-    """Numbers that are known beforehand, and those that are arrays; None stands for the others."""
-    # Plain floats: NumPy's have a type of their own, which arithmetic would widen to.
-    known: list[Any] = [float(x) if isinstance(x, numbers.Real) else None for x in scalars]
-    traced: list[Any] = [None if isinstance(x, numbers.Real) else x for x in scalars]
-    return StepScalars(*known), StepScalars(*traced)
+    def replaced(self, **changes: Any) -> "StepScalars":
+        """The same with other values of some fields."""
+        return dataclasses.replace(self, **changes)
 
+    def tree_flatten(self) -> tuple[list[Any], tuple[float | None, ...]]:
+        """Arrays, with None for the numbers, and the numbers, with None for the arrays."""
+        fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
+        arrays = [None if isinstance(x, numbers.Real) else x for x in fields]
+        # Plain floats: NumPy's have a type of their own, which arithmetic would widen to.
+        return arrays, tuple(float(x) if isinstance(x, numbers.Real) else None for x in fields)
 
-def merge_known(
-    known: StepScalars, traced: StepScalars, dtype: jax.typing.DTypeLike
-) -> StepScalars:
-    """Undoes `split_known`; hyperparameters that are arrays get the type that is worked in."""
-    merged = join_known(known, traced)
-    names = ("b2", "eps", "eps_root", "correction", "error_threshold")
-    arrays = {name: x for name in names if isinstance(x := getattr(merged, name), jax.Array)}
-    changes: Any = {name: x.astype(dtype) for name, x in arrays.items()}
-    return merged._replace(**changes)
-
-
-def join_known(known: StepScalars, traced: StepScalars) -> StepScalars:
-    """Undoes `split_known`."""
-    pairs: Any = zip(known, traced, strict=True)
-    return StepScalars(*(array if number is None else number for number, array in pairs))
+    @classmethod
+    def tree_unflatten(cls, known: tuple[float | None, ...], arrays: list[Any]) -> "StepScalars":
+        """Undoes `tree_flatten`."""
+        pairs: Any = zip(known, arrays, strict=True)
+        return cls(*(array if number is None else number for number, array in pairs))

@@ -1,14 +1,11 @@
-"""One step of `scale_by_adapprox` for leaves: of their matrices, or of their dense moments.
+"""Which leaves a step works on together: the two schedules, which hold no mathematics.
 
-Here CPUs and accelerators part. On a CPU memory is slow and what is small is cheap:
-leaves go one after the other, each in full, with branches for what is not needed; those whose ranks
-are chosen share code (`groups`). On accelerators
-they go in phases (`phases`), and so do fixed ranks wherever a mesh divides them: then the sums over
-devices of a phase are done for all leaves at once. In phases adaptive ranks work on all columns of
-their buffers, and may differ from those of a CPU; so on a mesh of CPUs they go one after the other,
-and have the ranks of one CPU.
+On a CPU memory is slow and what is small is cheap: one matrix goes after the other, each in full.
+On accelerators, and wherever a mesh divides the leaves, all go through the phases together: the
+small decompositions are then one, and so are the sums over devices.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -26,14 +23,14 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.approximation import APPROXIMATIONS, average_of_moments
-from adapprox_jax.step.factorize import within_range
-from adapprox_jax.step.groups import groups_of
-from adapprox_jax.step.matrix_step import divide_by_root, step_matrices, step_matrix
-from adapprox_jax.step.phases import step_in_phases
-from adapprox_jax.step.platform import by_platform
-from adapprox_jax.step.scalars import StepScalars, merge_known, split_known
+from adapprox_jax.step.approximation import average_of_moments
+from adapprox_jax.step.matrix import Plan, divide_by_root, within_range
+from adapprox_jax.step.phases import step_stacks
+from adapprox_jax.step.platform import ACCELERATOR, Platform, on_platform
+from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.xla_order import begin_after, materialize
+
+Stepped = list[tuple[jax.Array, LeafState]]
 
 
 def step_leaves(
@@ -42,8 +39,8 @@ def step_leaves(
     states: Sequence[LeafState],
     views: tuple[MatrixView, ...],
     settings: Settings,
-) -> list[tuple[jax.Array, LeafState]]:
-    """One step for all leaves, in the way that suits the platform and the mesh in use.
+) -> Stepped:
+    """One step for all leaves, on the schedule that suits the platform and the mesh in use.
 
     Args:
       scalars: The numbers of this step.
@@ -55,142 +52,152 @@ def step_leaves(
     Returns:
       For each leaf the scaled gradient in its type, and the new state.
     """
-    known, traced = split_known(scalars)
-    in_turn = partial(step_in_turn, known=known, views=views, settings=settings)
-    in_phases = partial(step_all_in_phases, known=known, views=views, settings=settings)
-    operands = traced, list(grads), list(states)
-    widths = [state.q.shape[-1] for state in states if state.is_factored]
-    if devices_in_use() > 1 and all(settings.rank.is_fixed(width) for width in widths):
-        return in_phases(*operands)
-    results: list[tuple[jax.Array, LeafState]] = by_platform(
-        *operands, cpu=in_turn, default=in_phases
-    )
+
+    def step(platform: Platform, *operands: Any) -> Stepped:
+        leaf_after_leaf = platform.leaf_after_leaf
+        schedule = step_leaf_after_leaf if leaf_after_leaf else step_together
+        return schedule(*operands, platform=platform, views=views, settings=settings)
+
+    operands = scalars, list(grads), list(states)
+    if devices_in_use() > 1:
+        return step(ACCELERATOR, *operands)
+    results: Stepped = on_platform(step, *operands)
     return results
 
 
-def step_in_turn(
-    traced: StepScalars,
+def step_leaf_after_leaf(
+    scalars: StepScalars,
     grads: Sequence[jax.Array],
     states: Sequence[LeafState],
     *,
-    known: StepScalars,
+    platform: Platform,
     views: tuple[MatrixView, ...],
     settings: Settings,
-) -> list[tuple[jax.Array, LeafState]]:
-    """`step_leaves` on a CPU: one leaf after the other, or a few of one shape."""
-    results: dict[int, tuple[jax.Array, LeafState]] = {}
-    traced = traced._replace(draws=jax.tree.map(materialize, traced.draws))
+) -> Stepped:
+    """One step for one leaf after the other, so that the intermediates of few are in memory."""
+    results = []
+    draws = jax.tree.map(materialize, scalars.draws)
+    scalars = scalars.replaced(draws=draws)
     ready = last_error = jnp.zeros(())
-    for group in groups_of(grads, states, views, settings):
-        stepped = step_group(
-            traced,
-            ready,
-            [grads[i] for i in group],
-            [states[i] for i in group],
-            known=known,
-            view=views[group[0]],
-            settings=settings,
+    for grad, state, view in zip(grads, states, views, strict=True):
+        scaled, new = _step_leaf(
+            scalars, ready, grad, state, platform=platform, view=view, settings=settings
         )
-        results.update(zip(group, stepped, strict=True))
-        scaled, new = stepped[-1]
+        results.append((scaled, new))
         if new.is_factored:
-            # A group waits for the last quotient of the one before it and the factors of the one
-            # before that: the small decompositions run beside the next group's products.
+            # A leaf waits for the last quotient of the one before it and the factors of the one
+            # before that: small decompositions run beside the next leaf's products.
             ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
             last_error = jnp.max(new.error)
-    return [results[i] for i in range(len(grads))]
+    return results
 
 
-@partial(jax.jit, static_argnames=("known", "views", "settings"))
-def step_all_in_phases(
-    traced: StepScalars,
+# Outside of a compiled step it is compiled by itself, once for each shape and settings.
+@partial(jax.jit, static_argnames=("platform", "view", "settings"))
+def _step_leaf(
+    scalars: StepScalars,
+    ready: jax.Array,
+    grad: jax.Array,
+    state: LeafState,
+    *,
+    platform: Platform,
+    view: MatrixView,
+    settings: Settings,
+) -> tuple[jax.Array, LeafState]:
+    """One step for one leaf, which begins when `ready`, never negative, is known."""
+    if not state.is_factored:
+        return step_dense(scalars, grad, state)
+
+    def all_matrices(
+        scalars: StepScalars, ready: jax.Array, grad: jax.Array, state: LeafState
+    ) -> tuple[jax.Array, LeafState]:
+        waiting = state._replace(q=begin_after(ready, state.q), nu=())
+        scalars, grad, waiting = varying_alike((scalars, grad, waiting))
+        plan = _plan_of(scalars, grad, state, view, platform, settings, batch=1)
+
+        def one_matrix(operands: Any) -> tuple[jax.Array, LeafState]:
+            grad, last = jax.tree.map(lambda x: x[None], operands)
+            measured = settings.rank.is_measured(scalars.step)
+            [result] = step_stacks([plan], [grad], [last], measured)
+            stepped: tuple[jax.Array, LeafState] = jax.tree.map(lambda x: x[0], result)
+            return stepped
+
+        operands = to_matrices(grad, view), waiting
+        scaled, new = map_matrices(one_matrix, operands, state.rank.shape)
+        return from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)
+
+    return with_automatic_axes(all_matrices, (grad, state))(scalars, ready, grad, state)
+
+
+@partial(jax.jit, static_argnames=("platform", "views", "settings"))
+def step_together(
+    scalars: StepScalars,
     grads: Sequence[jax.Array],
     states: Sequence[LeafState],
     *,
-    known: StepScalars,
+    platform: Platform,
     views: tuple[MatrixView, ...],
     settings: Settings,
-) -> list[tuple[jax.Array, LeafState]]:
-    """`step_leaves` on an accelerator, or of fixed ranks on a mesh: factored leaves in phases."""
+) -> Stepped:
+    """One step for all leaves in phases."""
     factored = [i for i, state in enumerate(states) if state.is_factored]
-    stacks = step_in_phases(
-        traced,
-        [grads[i] for i in factored],
-        [states[i] for i in factored],
-        known=known,
-        views=[views[i] for i in factored],
-        settings=settings,
-    )
-    results = dict(zip(factored, stacks, strict=True))
+    of_matrices = [views[i] for i in factored]
+
+    def all_stacks(
+        scalars: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
+    ) -> Stepped:
+        # Not of one leaf, which may vary over devices where others do not.
+        measured = settings.rank.is_measured(scalars.step)
+        plans, stacks, lasts = [], [], []
+        for given, of_leaf, view in zip(grads, states, of_matrices, strict=True):
+            own, grad, state = varying_alike((scalars, given, of_leaf._replace(nu=())))
+            batch = math.prod(of_leaf.rank.shape)
+            plan = _plan_of(own, grad, of_leaf, view, platform, settings, batch)
+            flat = partial(_flattened, depth=len(view.batch), batch=batch)
+            plans.append(plan)
+            stacks.append(flat(to_matrices(grad, view)))
+            lasts.append(jax.tree.map(flat, state))
+        results = []
+        stepped = step_stacks(plans, stacks, lasts, measured)
+        for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
+            batch = state.rank.shape
+            scaled, new = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
+            results.append((from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)))
+        return results
+
+    some = [grads[i] for i in factored], [states[i] for i in factored]
+    like = list(zip(*some, strict=True))
+    of_factored = with_automatic_axes(all_stacks, like)(scalars, *some)
+    results = dict(zip(factored, of_factored, strict=True))
     for i, (grad, state) in enumerate(zip(grads, states, strict=True)):
         if i not in results:
-            scalars = merge_known(known, traced, jnp.promote_types(grad.dtype, jnp.float32))
             results[i] = step_dense(scalars, grad, state)
     return [results[i] for i in range(len(grads))]
 
 
-@partial(jax.jit, static_argnames=("known", "view", "settings"))
-def step_group(
-    traced: StepScalars,
-    ready: jax.Array,
-    grads: Sequence[jax.Array],
-    states: Sequence[LeafState],
-    *,
-    known: StepScalars,
+def _plan_of(
+    scalars: StepScalars,
+    grad: jax.Array,
+    state: LeafState,
     view: MatrixView,
+    platform: Platform,
     settings: Settings,
-) -> list[tuple[jax.Array, LeafState]]:
-    """One step for leaves of one shape: of their matrices, or of a dense second moment.
+    batch: int,
+) -> Plan:
+    _, rows, columns = view_shape(grad.shape, view)
+    return Plan(
+        scalars.in_type(jnp.promote_types(grad.dtype, jnp.float32)),
+        settings,
+        platform,
+        axis=0 if rows <= columns else 1,
+        batch=batch,
+        shorter_side=min(rows, columns),
+        capacity=state.q.shape[-1],
+    )
 
-    Compiled by itself, once for each shape and settings, where the caller compiles nothing; within
-    a compiled step it is a part of that.
 
-    Args:
-      traced: The numbers of this step that are arrays; None for the others.
-      ready: A number that is not negative, of the group before: only then does this one begin.
-      grads: The gradients, of any one shape and real floating-point type. Several only of matrices
-        whose ranks are chosen.
-      states: The leaves' states.
-      known: The numbers of this step that are known beforehand; None for the others.
-      view: Which axes form a matrix.
-      settings: Of the optimizer.
-
-    Returns:
-      For each leaf the scaled gradient in the type of the gradient, and the new state.
-    """
-    dtype = jnp.promote_types(grads[0].dtype, jnp.float32)
-    if not states[0].is_factored:
-        scalars = merge_known(known, traced, dtype)
-        return [step_dense(scalars, *leaf) for leaf in zip(grads, states, strict=True)]
-
-    def of_one(traced: StepScalars, grads: Any, states: Any) -> list[tuple[jax.Array, LeafState]]:
-        scalars = merge_known(known, traced, dtype)
-        return [step_matrix(scalars, grads[0], states[0], settings)]
-
-    def of_some(traced: StepScalars, grads: Any, states: Any) -> list[tuple[jax.Array, LeafState]]:
-        return step_matrices(merge_known(known, traced, dtype), grads, states, settings)
-
-    step = of_one
-    if not settings.rank.is_fixed(states[0].q.shape[-1]):
-        # So that under `jax.vmap`, too, a branch is taken or not.
-        step = jax.custom_batching.sequential_vmap(of_some)
-
-    def of_all(
-        traced: StepScalars, ready: jax.Array, grads: Any, states: Any
-    ) -> list[tuple[jax.Array, LeafState]]:
-        batch, _, _ = view_shape(grads[0].shape, view)
-        waiting = [state._replace(nu=()) for state in states]
-        waiting[0] = waiting[0]._replace(q=begin_after(ready, waiting[0].q))
-        operands = traced, [to_matrices(grad, view) for grad in grads], waiting
-        traced, matrices, waiting = varying_alike(operands)
-        stepped = map_matrices(lambda some: step(traced, *some), (matrices, waiting), batch)
-        return [
-            (from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu))
-            for (scaled, new), grad, state in zip(stepped, grads, states, strict=True)
-        ]
-
-    results_like = list(zip(grads, states, strict=True))
-    return with_automatic_axes(of_all, results_like)(traced, ready, grads, states)
+def _flattened(array: jax.Array, depth: int, batch: int) -> jax.Array:
+    return array.reshape(batch, *array.shape[depth:])
 
 
 def step_dense(
@@ -198,7 +205,8 @@ def step_dense(
 ) -> tuple[jax.Array, LeafState]:
     """One step for a leaf that keeps its second moment as it is."""
     wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    scalars = scalars.in_type(wide.dtype)
     nu = average_of_moments(state.nu, wide, scalars.b2)
     nu = jnp.where(jnp.isfinite(wide), within_range(nu, nu.dtype), nu)
-    scaled = divide_by_root(wide, nu, scalars, APPROXIMATIONS["moment"])
+    scaled = divide_by_root(wide, jnp.sqrt(nu), scalars)
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))

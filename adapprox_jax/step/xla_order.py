@@ -1,10 +1,10 @@
-"""When XLA works on a leaf, which decides how much is in memory at once, and what it does once."""
+"""Forces the order in which XLA works, to bound peak memory, and what it works out once."""
 
 import jax
 import jax.numpy as jnp
 
 from adapprox_jax.sharding.axes import devices_in_use, varies_no_more
-from adapprox_jax.step.platform import by_platform
+from adapprox_jax.step.platform import Platform, on_platform
 
 
 def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
@@ -29,14 +29,16 @@ def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
       array: Any.
     """
 
-    def wait(update: jax.Array, array: jax.Array) -> jax.Array:
+    def wait(platform: Platform, update: jax.Array, array: jax.Array) -> jax.Array:
+        if not platform.leaf_after_leaf:
+            return array
         # Of two numbers: of one XLA knows that its square is never negative.
         some = update[(0,) * (update.ndim - 1)][:2].astype(jnp.float32)
         return begin_after(jnp.sum(jnp.square(some)), array)
 
     if devices_in_use() > 1:
         return array
-    waits: jax.Array = by_platform(update, array, cpu=wait, default=lambda _, array: array)
+    waits: jax.Array = on_platform(wait, update, array)
     return waits
 
 

@@ -25,12 +25,9 @@ from adapprox_jax.params.tree_checks import check_types, leaf_name
 from adapprox_jax.sharding.axes import is_compilers_mesh, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import each_on_one_device
 from adapprox_jax.step.batching import grouping_of
-from adapprox_jax.step.platform import by_platform
+from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after
 
-# Entries that are worked on at once, with some 16 bytes of temporaries each: on a CPU one matrix
-# keeps all cores busy, on accelerators it takes several.
-_AT_ONCE_ON_CPU, _AT_ONCE = 2**20, 2**24
 # Batches of one stack that are compiled one by one; more of them are a loop.
 _MOST_UNROLLED = 16
 
@@ -100,9 +97,7 @@ def _of_leaves(
         done = _of_leaves([views[i] for i in full], steps, [leaves[i] for i in full])
         return [dict(zip(full, done, strict=True)).get(i, leaf) for i, leaf in enumerate(leaves)]
     stacks = [_lying(leaf, view) for leaf, view in zip(leaves, views, strict=True)]
-    on_cpu = partial(_of_stacks, steps, _AT_ONCE_ON_CPU, None)
-    elsewhere = partial(_of_stacks, steps, _AT_ONCE, jnp.bfloat16)
-    results = by_platform(stacks, cpu=on_cpu, default=elsewhere)
+    results = on_platform(partial(_of_stacks, steps), stacks)
     return [_standing(x, leaf, view) for x, leaf, view in zip(results, leaves, views, strict=True)]
 
 
@@ -123,13 +118,12 @@ def _standing(stack: jax.Array, leaf: jax.Array, view: MatrixView) -> jax.Array:
     return from_matrices(stack.reshape(*batch, rows, columns), view, leaf.shape).astype(leaf.dtype)
 
 
-def _of_stacks(
-    steps: int, at_once: int, product_dtype: Any, stacks: Sequence[jax.Array]
-) -> list[jax.Array]:
+def _of_stacks(steps: int, platform: Platform, stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     ready = jnp.zeros(())
-    work = partial(_in_batches, steps, at_once, product_dtype)
+    product_dtype = platform.directions_dtype
+    work = partial(_in_batches, steps, platform.directions_at_once, product_dtype)
     for group in (group for kind in grouping_of(stacks).kinds for group in kind):
         if is_compilers_mesh():
             # In the type of products here already: half of what is moved.

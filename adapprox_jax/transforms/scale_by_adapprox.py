@@ -1,7 +1,7 @@
 """scale_by_adapprox: divides a gradient by the root of its low-rank second moment.
 
-The way of one gradient: tree -> leaves (`leaf_step`) -> matrices, one after the other on CPUs
-(`matrix_step`), together on accelerators (`phases`) -> leaves -> tree.
+One gradient goes from tree to leaves here, from leaves to matrices in `step.schedule`, through the
+phases of `step.phases`, where `step.matrix` says what is done to one matrix, and back.
 """
 
 from functools import partial
@@ -242,10 +242,9 @@ def draw_for_all(key: jax.Array, updates: Any, leaves: Any, settings: Settings) 
     """
     of_leaves = jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, LeafState))
     factors = [(unbox(leaf.q), unbox(leaf.u)) for leaf in of_leaves if leaf.is_factored]
-    rule, subspace = settings.rank, settings.subspace
     longest = max((u.shape[-2] for _, u in factors), default=1)
     widest = max(
-        (subspace.width(rule.sizes(q.shape[-1], q.shape[-2])[-1], q.shape[-2]) for q, _ in factors),
+        (settings.subspace.width(q.shape[-1], q.shape[-2]) for q, _ in factors),
         default=1,
     )
     dtypes = (unbox(grad).dtype for grad in jax.tree.leaves(updates, is_leaf=is_box))
