@@ -7,7 +7,9 @@ never interrupted. With more `--steps` it goes on along the learning rates of th
 """
 
 import sys
+from collections.abc import Callable
 
+import optax
 import tyro
 
 from examples.gpt2.command import exit_code
@@ -15,7 +17,34 @@ from examples.gpt2.compare import compare
 from examples.gpt2.config import Config, resolve
 from examples.gpt2.metrics import DivergedError
 from examples.gpt2.processes import watched
-from examples.gpt2.run import run
+from examples.gpt2.run import Result, run
+
+__all__ = ["DivergedError", "Result", "main", "train"]
+
+
+def train(
+    config: Config,
+    *,
+    optimizer: Callable[[optax.Schedule], optax.GradientTransformation] | None = None,
+    keep: bool = True,
+) -> Result:
+    """Trains one model.
+
+    Args:
+      config: The settings.
+      optimizer: Makes the optimizer from the schedule of the learning rate; None for the optimizer
+        that the settings name.
+      keep: Whether checkpoints and figures of a run that has ended are left in its folder.
+
+    Returns:
+      The validation losses and the sizes in memory.
+
+    Raises:
+      DivergedError: If a loss is not finite.
+    """
+    if optimizer is None:
+        return run(config, keep=keep)
+    return run(config, keep=keep, build=lambda name, rate, *_: optimizer(rate))
 
 
 def parse(arguments: list[str] | None) -> Config:
