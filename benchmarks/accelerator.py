@@ -1,4 +1,4 @@
-"""Which accelerator a benchmark that needs one would run on."""
+"""The accelerator of this machine."""
 
 import subprocess
 import sys
@@ -7,15 +7,16 @@ _ASK = "import jax; d = jax.devices()[0]; print(d.platform, d.device_kind)"
 
 
 def require_accelerator(cpu: bool) -> str:
-    """The kind of device that JAX uses here, asked for in another process.
+    """The kind of device that JAX uses here.
 
-    JAX takes most of a GPU's memory and keeps it, which the processes that measure need.
+    Another process looks for it, because JAX would keep most of a GPU's memory, which the processes
+    that measure need.
 
     Args:
-      cpu: Whether a CPU will do.
+      cpu: Whether a CPU is enough.
 
     Raises:
-      SystemExit: There is no accelerator, and a CPU will not do.
+      SystemExit: If there is no accelerator and a CPU is not enough.
     """
     answer = subprocess.run(
         [sys.executable, "-c", _ASK], check=True, stdout=subprocess.PIPE, text=True

@@ -17,13 +17,13 @@ import optax
 import tyro
 from tqdm import tqdm
 
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.h100 import compile_for_h100, is_available
 from benchmarks.inputs import parameter_shapes
 from benchmarks.program_counts import count
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
+RESULTS = records.RESULTS / "speed"
 STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
 ROWS = (
     *("adamw", "adafactor", "came", "muon", "adapprox_muon", "adapprox_muon rank 8"),
@@ -60,7 +60,7 @@ def program_of(tx: optax.GradientTransformation, shapes: Any) -> Any:
 
 
 def record_of(name: str, shapes: Any) -> dict[str, Any]:
-    """The counts of one row, of a step that chooses ranks too where that takes longer."""
+    """The counts of one row; the longest branch is a step that chooses ranks."""
     contender = name.removesuffix(STACKED)
     start = time.perf_counter()
     compiled = program_of(CONTENDERS[contender](), stacked(shapes) if name != contender else shapes)
@@ -90,9 +90,9 @@ def main(
     """Compiles each optimizer's step, prints a table and writes JSON.
 
     Args:
-      model: Whose parameters.
-      rows: Names from `benchmarks/contenders.py`, of stacked layers with ", stacked" after them.
-      output: Where the JSON goes.
+      model: The model with the parameters.
+      rows: Names from `benchmarks/contenders.py`; ", stacked" behind a name stacks the layers.
+      output: File for the JSON.
     """
     unknown = [name for name in rows if name.removesuffix(STACKED) not in CONTENDERS]
     if unknown:
@@ -110,31 +110,26 @@ def main(
     path = output or RESULTS / f"device_program_{model}.json"
     for name in tqdm(rows, unit="program"):
         result["records"][name] = record_of(name, shapes)
-        record_files.write(path, result)
-    print_table(result["records"])
+        records.write(path, result)
+    print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def print_table(records: dict[str, dict[str, Any]]) -> None:
-    """Prints one line a row, with the roofline over that of the first."""
-    first = next(iter(records.values()))["roofline_ms"]
-    columns = [
-        "",
-        "kernels",
-        "library calls",
-        "branches",
-        "GB moved",
-        "roofline ms",
-        "over the first",
-    ]
-    print("| " + " | ".join([*columns, "temporaries MiB"]) + " |")
-    print("| --- |" + " ---: |" * len(columns))
-    for name, r in records.items():
-        cells = [str(r[key]) for key in ("kernels", "library_calls", "branches")]
-        cells += [f"{r[key]:.2f}" for key in ("gb_moved", "roofline_ms")]
-        cells += [f"{r['roofline_ms'] / first:.2f}", f"{r['temporaries_mib']:.0f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """A row for each program, with its roofline over that of the first one."""
+    first = next(iter(rows))
+    titles = ["", "kernels", "library calls", "branches", "GB moved", "roofline ms"]
+    titles += [f"over {first}", "with a choice of ranks, ms", "temporaries MiB"]
+    cells = []
+    for name, r in rows.items():
+        longest = r["roofline_ms_of_longest_branch"]
+        counts = [str(r[key]) for key in ("kernels", "library_calls", "branches")]
+        times = [f"{r['gb_moved']:.2f}", f"{r['roofline_ms']:.2f}"]
+        times += [f"{r['roofline_ms'] / rows[first]['roofline_ms']:.2f}"]
+        times += [f"{longest:.2f}" if r["branches"] else ""]
+        cells.append([name, *counts, *times, f"{r['temporaries_mib']:.0f}"])
+    return records.table(titles, cells)
 
 
 if __name__ == "__main__":

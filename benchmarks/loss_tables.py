@@ -104,12 +104,26 @@ def _loss(one: Summary) -> str:
 
 
 def comparison(
-    results: Results, names: Sequence[str], baseline: str, settings: Sequence[str]
+    results: Results,
+    names: Sequence[str],
+    baseline: str,
+    settings: Sequence[str],
+    brief: bool = False,
 ) -> str:
-    """A row for each contender, with the difference from a baseline, paired by seed."""
+    """A row for each contender, with its difference from a baseline, paired by seed.
+
+    Args:
+      results: The summaries.
+      names: Contenders.
+      baseline: The contender that the others are compared with.
+      settings: Each has columns of its own.
+      brief: Whether to leave out the number of seeds and the peak rate.
+    """
     titles = ["", "bytes per parameter"]
     for setting in settings:
-        titles += [f"{setting}: loss", f"minus {baseline}", "seeds", "peak rate"]
+        titles += [f"{setting}: loss", f"minus {baseline}", "seeds", "peak rate"][
+            : 2 if brief else 4
+        ]
     rows = []
     for name in names:
         known = [results[setting, name] for setting in settings if (setting, name) in results]
@@ -118,19 +132,17 @@ def comparison(
         cells = [name, f"{known[0].bytes_a_parameter:.2f}"]
         for setting in settings:
             one, base = results.get((setting, name)), results.get((setting, baseline))
-            if one is None:
-                cells += [""] * 4
-                continue
-            less = "" if base is None else difference(one, base)
-            cells += [_loss(one), "0" if name == baseline else less]
-            cells += [str(len(one.losses)), f"{one.rate:.3g}"]
+            of_setting = [""] * 4
+            if one is not None:
+                less = "" if base is None else difference(one, base)
+                of_setting = [_loss(one), "0" if name == baseline else less]
+                of_setting += [str(len(one.losses)), f"{one.rate:.3g}"]
+            cells += of_setting[: 2 if brief else 4]
         rows.append(cells)
     return records.table(titles, rows)
 
 
-def differences(
-    results: Results, pairs: Iterable[tuple[str, str]], settings: Sequence[str]
-) -> str:
+def differences(results: Results, pairs: Iterable[tuple[str, str]], settings: Sequence[str]) -> str:
     """Differences of pairs of contenders, paired by seed."""
     rows = []
     for one, other in pairs:

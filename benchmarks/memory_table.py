@@ -1,7 +1,7 @@
 """Memory of optimizer states, beside the paper's Table 2: `python -m benchmarks.memory_table`.
 
-States are made under `jax.eval_shape` and steps are compiled for abstract values, so that nothing
-is allocated. With `--peak` the peak of the whole training step follows, by what the compiler plans
+States come from `jax.eval_shape`, and steps are compiled for abstract values, so that nothing is
+allocated. `--peak` adds the peak of the whole training step, as the compiler plans it
 (`memory_analysis`). Results go to `results/memory/memory_table.json` and
 `results/memory/memory_peak_<device>.json`.
 """
@@ -23,13 +23,13 @@ from flax import nnx
 from tqdm import tqdm
 
 import adapprox_jax
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.contenders import DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
+from benchmarks.opponents.came import came
 from examples.gpt2.model import CONFIGS, GPT, loss
-from examples.opponents.came import came
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "memory"
+RESULTS = records.RESULTS / "memory"
 MODELS = ("117M", "345M")
 FIRST_MOMENTS = (0.9, 0.0)
 
@@ -67,16 +67,16 @@ PAPER_MIB: dict[tuple[str, float], dict[str, float | None]] = {
 
 
 def paper_adapprox(b1: float, max_rank: int | float) -> optax.GradientTransformation:
-    """Adapprox with the paper's settings and another width of the buffers."""
+    """Adapprox with the paper's settings and buffers of another width."""
     return adapprox_jax.adapprox(
         RATE, b1=b1, weight_decay=DECAY, **{**adapprox_jax.PAPER, "max_rank": max_rank}
     )
 
 
-# Rows of the table: from b1 to the optimizer. AdamW keeps its first moment where b1 is 0.
+# Rows of the paper's table, made from b1. AdamW keeps its first moment where b1 is 0.
 ROWS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "AdamW": lambda b1: optax.adamw(RATE, b1=b1, weight_decay=DECAY),
-    "Adafactor": lambda b1: adafactor(b1=b1),
+    "Adafactor": lambda b1: adafactor(RATE, b1),
     "CAME": lambda b1: came(RATE, b1=b1, weight_decay=DECAY),
     "Adapprox (k_init)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["initial_rank"]),
     "Adapprox (k_max)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["max_rank"]),
@@ -96,7 +96,7 @@ OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
     }.items()
 }
 
-# Rows of the peaks. "A quarter" of the smaller side is a fixed rank: all columns in use.
+# Rows of the peaks. "A quarter" of the smaller side is a fixed rank.
 PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "AdamW": lambda: ROWS["AdamW"](0.9),
     "Adafactor": lambda: ROWS["Adafactor"](0.9),
@@ -111,34 +111,15 @@ def nbytes(tree: Any) -> int:
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def bookkeeping_nbytes(state: Any) -> int | None:
-    """Bytes of Adapprox's state that are no factors and no second moment.
-
-    Args:
-      state: Of any optimizer; its arrays may be abstract.
-
-    Returns:
-      The bytes of the count, key, ranks, errors and drifts; None where none of it is Adapprox's.
-    """
-    states = jax.tree.leaves(
-        state, is_leaf=lambda x: isinstance(x, adapprox_jax.ScaleByAdapproxState)
-    )
-    found = [s for s in states if isinstance(s, adapprox_jax.ScaleByAdapproxState)]
-    if not found:
-        return None
-    rest = [s._replace(q=None, u=None, nu=None) for s in found]
-    return nbytes(rest)
-
-
 def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
-    """What each optimizer's state takes, beside the paper's figure.
+    """The size of each optimizer's state, with the paper's figure.
 
     Args:
       model: A row of the paper's Table 1.
       b1: Decay of the first moment.
 
     Returns:
-      A dict from the name of the row to its record; rows that the paper leaves out are left out.
+      A dict from the name of the row to its record.
     """
     shapes = parameter_shapes(model)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
@@ -146,16 +127,15 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     optimizers = {name: ROWS[name](b1) for name in papers}
     if b1:
         optimizers |= {name: make() for name, make in OURS.items()}
-    records = {}
+    found = {}
     for name, tx in optimizers.items():
         state = jax.eval_shape(tx.init, shapes)
-        records[name] = {
-            "mib": nbytes(state) / record_files.MIB,
+        found[name] = {
+            "mib": nbytes(state) / records.MIB,
             "paper_mib": papers.get(name),
             "bytes_a_parameter": nbytes(state) / parameters,
-            "bookkeeping_bytes": bookkeeping_nbytes(state),
         }
-    return records
+    return found
 
 
 def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dict[str, float]:
@@ -164,11 +144,11 @@ def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dic
     Args:
       tx: The optimizer.
       model: A key of `examples.gpt2.model.CONFIGS`.
-      batch: Sequences of the step.
+      batch: Sequences in the step.
 
     Returns:
-      MiB of the state, of the step's temporaries and of its peak: arguments, results and
-      temporaries less what shares memory; and the seconds that compiling took.
+      MiB of the state, of the temporaries and of the peak, and the seconds of compilation. The
+      peak is arguments, results and temporaries, less what shares memory.
     """
     config = dataclasses.replace(CONFIGS[model], dtype="float32")
     graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
@@ -185,16 +165,16 @@ def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dic
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     return {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / record_files.MIB,
-        **record_files.planned_memory(compiled),
+        "state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB,
+        **records.planned_memory(compiled),
         "compile_seconds": seconds,
     }
 
 
-def add_shares(records: dict[str, dict[str, float]]) -> None:
-    """Adds to each record but AdamW's how much of its state's saving is one of the peak too."""
-    base = records["AdamW"]
-    for name, record in records.items():
+def add_shares(peaks: dict[str, dict[str, float]]) -> None:
+    """Adds to each record but AdamW's how much of its state's saving the peak saves, too."""
+    base = peaks["AdamW"]
+    for name, record in peaks.items():
         if name != "AdamW":
             saved = base["state_mib"] - record["state_mib"]
             record["share_of_saving"] = (base["peak_mib"] - record["peak_mib"]) / saved
@@ -206,13 +186,13 @@ def main(
     batch: int = 1,
     folder: pathlib.Path = RESULTS,
 ) -> dict[str, Any]:
-    """Prints the table, with the peaks if asked for, and writes JSON.
+    """Prints tables and writes JSON.
 
     Args:
       peak: Also compile training steps and print their peaks.
-      peak_model: Whose training steps.
-      batch: Sequences of the training step.
-      folder: Where the JSON goes.
+      peak_model: The model of the training steps.
+      batch: Sequences in a training step.
+      folder: Folder for the JSON.
     """
     if batch < 1:
         raise SystemExit(f"{batch=}; allowed: an integer of at least 1.")
@@ -222,10 +202,7 @@ def main(
     tables = {
         model: {str(b1): state_records(model, b1) for b1 in FIRST_MOMENTS} for model in MODELS
     }
-    for model, of_model in tables.items():
-        for b1, records in of_model.items():
-            print(f"{model}, b1 = {b1}")
-            print_states(records)
+    print(f"{paper_table(tables)}\n\n{our_table(tables)}")
     result = {"command": shlex.join(command), **header, "records": tables}
     _write(folder / "memory_table.json", result)
     if not peak:
@@ -234,39 +211,52 @@ def main(
     peaks = {name: peak_record(make(), peak_model, batch) for name, make in bar}
     add_shares(peaks)
     print(f"training step of {peak_model}, float32, batch {batch}, {device}")
-    print_peaks(peaks)
+    print(peaks_table(peaks))
     command += ["--peak", "--peak-model", peak_model, "--batch", str(batch)]
     peak_result = {"command": shlex.join(command), **header, "records": {peak_model: peaks}}
-    kind = record_files.name_of_device(device)
+    kind = records.name_of_device(device)
     _write(folder / f"memory_peak_{kind}.json", peak_result)
     return {"states": result, "peaks": peak_result}
 
 
 def _write(path: pathlib.Path, result: dict[str, Any]) -> None:
-    record_files.write(path, result)
+    records.write(path, result)
     print(f"written: {path}")
 
 
-def print_states(records: dict[str, dict[str, Any]]) -> None:
-    """Prints one line an optimizer."""
-    print("| | MiB | paper, MiB | bytes per parameter | bookkeeping, bytes |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for name, r in records.items():
-        bookkeeping = r["bookkeeping_bytes"]
-        paper = "" if r["paper_mib"] is None else f"{r['paper_mib']:.1f}"
-        cells = [f"{r['mib']:.1f}", paper, f"{r['bytes_a_parameter']:.3f}"]
-        cells += ["" if bookkeeping is None else f"{bookkeeping}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+Tables = dict[str, dict[str, dict[str, dict[str, Any]]]]  # by model, b1 and row
 
 
-def print_peaks(records: dict[str, dict[str, float]]) -> None:
-    """Prints one line an optimizer."""
-    print("| | state MiB | temporaries MiB | peak MiB | of the state's saving | compile s |")
-    print("| --- | ---: | ---: | ---: | ---: | ---: |")
-    for name, r in records.items():
-        share = f"{100 * r['share_of_saving']:.1f} %" if "share_of_saving" in r else ""
-        cells = [f"{r['state_mib']:.1f}", f"{r['temporaries_mib']:.1f}", f"{r['peak_mib']:.1f}"]
-        print(f"| {name} | " + " | ".join([*cells, share, f"{r['compile_seconds']:.0f}"]) + " |")
+def paper_table(tables: Tables) -> str:
+    """MiB of the rows that the paper has, by model and b1."""
+    columns = [(model, b1) for model in tables for b1 in tables[model]]
+    rows = []
+    for name in ROWS:
+        found = [tables[model][b1].get(name) for model, b1 in columns]
+        rows.append([name, *("" if one is None else f"{one['mib']:.1f}" for one in found)])
+    return records.table(["", *(f"{model}, b1 = {float(b1):g}" for model, b1 in columns)], rows)
+
+
+def our_table(tables: Tables) -> str:
+    """MiB and bytes per parameter of rows that the paper does not have, of the first model."""
+    of_model = next(iter(tables.values()), {}).get(str(FIRST_MOMENTS[0]), {})
+    rows = [
+        [name, f"{one['mib']:.1f}", f"{one['bytes_a_parameter']:.2f}"]
+        for name, one in of_model.items()
+        if name == "AdamW" or name in OURS
+    ]
+    return records.table(["", "MiB", "bytes per parameter"], rows)
+
+
+def peaks_table(peaks: dict[str, dict[str, float]]) -> str:
+    """The peak of each optimizer's training step, and what share of the state's saving it has."""
+    rows = []
+    for name, one in peaks.items():
+        share = f"{100 * one['share_of_saving']:.1f} %" if "share_of_saving" in one else ""
+        sizes = [f"{one[f'{what}_mib']:.1f}" for what in ("state", "temporaries", "peak")]
+        rows.append([name, *sizes, share])
+    titles = ["", "state MiB", "temporaries MiB", "peak MiB", "of the state's saving"]
+    return records.table(titles, rows)
 
 
 if __name__ == "__main__":

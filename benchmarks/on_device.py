@@ -1,8 +1,8 @@
 """All figures of one accelerator in ten minutes: `make on-device`, or this module.
 
-Runs `benchmarks.update_speed` part by part, the most telling first, each in a process of its own:
-the update and the whole training step, at 117M and 345M. A part for which no time is left is named
-and left out; what was measured stays. Results go to `results/speed/`, a file each.
+Runs `benchmarks.update_speed` for the update and the whole training step, at 117M and 345M. Each
+part has its own process, and the most informative comes first. A part for which no time is left is
+named and left out. Results go to `results/speed/`, one file a part.
 """
 
 import dataclasses
@@ -15,9 +15,8 @@ from typing import Literal
 import tyro
 
 from benchmarks.accelerator import require_accelerator
-from benchmarks.record_files import name_of_device
+from benchmarks.records import RESULTS, name_of_device
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
 _MANY = ("adamw", "adafactor", "adapprox", "adapprox rank 16", "muon", "adapprox_muon")
 _FEW = ("adamw", "adafactor", "adapprox", "muon")
 
@@ -37,7 +36,7 @@ class Part:
 
     @property
     def name(self) -> str:
-        """What it measures, as a file may be called."""
+        """What it measures, as part of a file name."""
         what = "training_step" if "--training-step" in self.options else "update"
         return f"{what}_{self.model}"
 
@@ -55,7 +54,7 @@ def run_parts(parts: tuple[Part, ...], seconds: float, folder: pathlib.Path, kin
     end, missing = time.monotonic() + seconds, []
     for part in parts:
         output = folder / f"{part.name}_{kind}.json"
-        output.unlink(missing_ok=True)  # of an earlier run
+        output.unlink(missing_ok=True)  # from an earlier run
         left = end - time.monotonic()
         try:
             done = left > 0 and not subprocess.run(part.command(output), timeout=left).returncode
@@ -68,13 +67,15 @@ def run_parts(parts: tuple[Part, ...], seconds: float, folder: pathlib.Path, kin
     return len(missing)
 
 
-def main(seconds: float = 570.0, output: pathlib.Path = RESULTS, cpu: bool = False) -> None:
+def main(
+    seconds: float = 570.0, output: pathlib.Path = RESULTS / "speed", cpu: bool = False
+) -> None:
     """Measures updates and training steps on the accelerator of this machine.
 
     Args:
-      seconds: In all; parts that do not fit are left out.
+      seconds: The time for all parts together.
       output: Folder for the records.
-      cpu: Measure a CPU, too, if there is no accelerator.
+      cpu: Measure a CPU if there is no accelerator.
     """
     if seconds <= 0:
         raise SystemExit(f"seconds is {seconds}; allowed: a number above 0.")

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import adapprox_jax
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.collectives import collectives_of
 from benchmarks.contenders import CONTENDERS, DECAY, RATE
 from benchmarks.h100 import is_available, mesh_of_h100s
 from benchmarks.program_counts import count
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "scale"
+RESULTS = records.RESULTS / "scale"
 TENSOR = 8  # devices along the axis that divides within a layer
 
 
@@ -53,11 +53,10 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon": lambda: optax.contrib.muon(
         RATE, weight_decay=DECAY, muon_weight_dimension_numbers=_hidden_numbers
     ),
-    **{name: CONTENDERS[name] for name in ("adapprox", "adapprox rank 16")},
-    "adapprox rank 16, 8 bits": lambda: adapprox_jax.adapprox(
-        RATE, weight_decay=DECAY, max_rank=16, mu_dtype="int8"
-    ),
-    "adapprox_muon": CONTENDERS["adapprox_muon"],
+    **{
+        name: CONTENDERS[name]
+        for name in ("adapprox", "adapprox rank 16", "adapprox rank 16, 8 bits", "adapprox_muon")
+    },
     "adapprox_muon, 4 bits": CONTENDERS["adapprox_muon 4 bits"],
 }
 
@@ -69,7 +68,7 @@ def _hidden_numbers(params: Any) -> Any:
 
 
 def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters of a model, abstract, as fully sharded and tensor-parallel programs lay them.
+    """The abstract parameters of a model, divided by full sharding and tensor parallelism.
 
     Args:
       sizes: Of the model.
@@ -139,11 +138,11 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
     gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) / TENSOR
     of_state = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return {
-        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / record_files.MIB,
-        "temporaries_mib": memory.temp_size_in_bytes / record_files.MIB,
+        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / records.MIB,
+        "temporaries_mib": memory.temp_size_in_bytes / records.MIB,
         "kernels": count(text).kernels,
         "collectives": number,
-        "mib_moved": {kind: nbytes / record_files.MIB for kind, nbytes in moved.items()},
+        "mib_moved": {kind: nbytes / records.MIB for kind, nbytes in moved.items()},
         "percent_of_gradients": 100 * sum(moved.values()) / gradients,
         "compile_seconds": seconds,
     }
@@ -166,11 +165,11 @@ def main(
     """Compiles the steps, prints a table and writes JSON.
 
     Args:
-      model: Whose parameters.
+      model: The model with the parameters.
       devices: How many, multiples of 8: eight along the axis "tensor", the others along "fsdp".
-      optimizers: Which ones.
-      platform: What they are compiled for.
-      output: Where the JSON goes.
+      optimizers: Names of `OPTIMIZERS`.
+      platform: The devices that they are compiled for.
+      output: File for the JSON.
     """
     unknown = [name for name in optimizers if name not in OPTIMIZERS]
     if unknown:
@@ -195,24 +194,24 @@ def main(
             mesh = mesh_of_h100s(shape, names)
         record = record_of(OPTIMIZERS[name](), parameters(LLAMAS[model], mesh), mesh)
         result["records"].setdefault(name, {})[str(number)] = record
-        record_files.write(path, result)
-    print(table_of(result["records"]))
+        records.write(path, result)
+    print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def table_of(records: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A line an optimizer and number of devices, of one device each."""
-    columns = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
-    columns += ["collectives", "kernels", "compile s"]
-    lines = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    for name, by_devices in records.items():
+def table(of_optimizers: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each optimizer and number of devices. All figures are of one device."""
+    titles = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
+    titles += ["collectives", "kernels", "compile s"]
+    rows = []
+    for name, by_devices in of_optimizers.items():
         for number, r in by_devices.items():
             cells = [name, number, f"{r['state_mib']:.0f}", f"{r['temporaries_mib']:.0f}"]
             cells += [f"{sum(r['mib_moved'].values()):.1f}", f"{r['percent_of_gradients']:.2f}"]
             cells += [str(r["collectives"]), str(r["kernels"]), f"{r['compile_seconds']:.0f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    return records.table(titles, rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Singular values of second moments, the paper's Figure 1: `python -m benchmarks.singular_values`.
 
-The matrices are those of `benchmarks.srsi` at several steps of the same training, and their
+The matrices are the second moments of `benchmarks.srsi` at several steps of one training, and their
 elementwise roots, which Adapprox factors by default. Each spectrum is divided by its first value.
 Results go to `results/loss/singular_values.json` and a picture beside it.
 """
@@ -15,10 +15,10 @@ import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.srsi import second_moments
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "loss"
+RESULTS = records.RESULTS / "loss"
 TARGETS = {"V": lambda moment: moment, "root of V": jnp.sqrt}
 RANKS = (1, 8, 32)
 
@@ -62,14 +62,14 @@ def main(
     count: int = 60,
     output: pathlib.Path = RESULTS / "singular_values.json",
 ) -> dict[str, Any]:
-    """Measures the spectra, prints mean errors by rank, and writes JSON and a PNG.
+    """Prints mean errors by rank, and writes JSON and a PNG.
 
     Args:
-      width: Width of the model whose second moments are looked at.
-      layers: Its blocks.
-      steps: Updates after which they are looked at, rising.
+      width: Width of the model.
+      layers: Blocks of the model.
+      steps: Updates after which second moments are taken, rising.
       count: Singular values of each matrix that are kept and drawn.
-      output: Where the JSON goes; the PNG lies beside it.
+      output: File for the JSON; the PNG lies beside it.
     """
     if width % 64 or min(width, layers, count, *steps, 1) < 1 or list(steps) != sorted(set(steps)):
         raise SystemExit(
@@ -86,23 +86,22 @@ def main(
         "matrices": {name: list(matrix.shape) for name, matrix in moments[steps[-1]].items()},
         "steps": measure(moments, count),
     }
-    record_files.write(output, result, indent=None)
-    print(errors_table(result["steps"]))
+    records.write(output, result, indent=None)
+    print(table(result["steps"]))
     draw(result["steps"], output.with_suffix(".png"))
     print(f"written: {output}")
     return result
 
 
-def errors_table(steps: dict[str, Any]) -> str:
+def table(steps: dict[str, Any]) -> str:
     """Mean relative errors over the matrices, by step, target and rank."""
-    lines = ["| step | | " + " | ".join(f"rank {rank}" for rank in RANKS) + " |"]
-    lines += ["| ---: | --- |" + " ---: |" * len(RANKS)]
+    rows = []
     for step, matrices in steps.items():
         for target in TARGETS:
-            rows = [of_targets[target]["errors"] for of_targets in matrices.values()]
-            means = [np.mean([row[str(rank)] for row in rows]) for rank in RANKS]
-            lines.append(f"| {step} | {target} | " + " | ".join(f"{x:.3f}" for x in means) + " |")
-    return "\n".join(lines)
+            errors = [of_targets[target]["errors"] for of_targets in matrices.values()]
+            means = [np.mean([one[str(rank)] for one in errors]) for rank in RANKS]
+            rows.append([f"{target}, step {step}", *(f"{mean:.3f}" for mean in means)])
+    return records.table(["", *(f"rank {rank}" for rank in RANKS)], rows)
 
 
 def draw(steps: dict[str, Any], path: pathlib.Path) -> None:

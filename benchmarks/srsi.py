@@ -1,14 +1,15 @@
 """Error and time of S-RSI against rank, the paper's Figure 2: `python -m benchmarks.srsi`.
 
-The matrices are exact second moments from a real training run: a GPT-2 of two layers, as wide as
-the 345M model, trained by Adam on the source text of the standard library. Each method factors each
-of them: S-RSI, the singular value decomposition, and Adafactor's row and column means (rank 1).
-Results go to `results/speed/srsi_<device>.json` and a picture beside it.
+The matrices are exact second moments of a real training: a GPT-2 of two layers, as wide as the
+345M model, trained by Adam on the standard library's source. Three methods factor each of them:
+S-RSI, the singular value decomposition, and Adafactor's means of rows and columns (rank 1). Results
+go to `results/speed/srsi_<device>.json` and a picture beside it.
 """
 
 import functools
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,19 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax import nnx
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
-from adapprox_jax.low_rank import relative_error
-from benchmarks import record_files
-from examples.gpt2 import data as text
-from examples.gpt2.batches import batches
-from examples.gpt2.model import GPT, GPTConfig, loss
+from benchmarks import records
+from examples.gpt2.config import Config
+from examples.gpt2.train import train
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
-VOCABULARY = 512
+RESULTS = records.RESULTS / "speed"
 
 
 def second_moments(
@@ -41,31 +38,40 @@ def second_moments(
     Args:
       width: Size of the residual stream.
       layers: Number of blocks.
-      steps: Updates, of four windows of 128 tokens, after which they are taken; rising.
+      steps: Updates, each of four windows of 128 tokens, after which they are taken; rising.
 
     Returns:
       By step, matrices (m, n), m <= n.
     """
-    config = GPTConfig(layers, width, width // 64, context=128, vocabulary=VOCABULARY)
-    cache = pathlib.Path("runs/data")
-    tokens = text.load(None, vocabulary=VOCABULARY, context=config.context, cache=cache).train
-    graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
-    tx = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
+    found: dict[int, dict[str, jax.Array]] = {}
+    adam = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any]:
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), batch))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def keep(step: jax.Array, nu: Any) -> None:
+        found[int(step)] = _large_matrices(nu)
 
-    state = jax.jit(tx.init)(params)
-    windows = batches(tokens, config.context, 4, 0)
-    found = {}
-    for number in tqdm(range(1, steps[-1] + 1), desc="training", unit="step"):
-        params, state = step(params, state, jnp.asarray(next(windows)))
-        if number in steps:
-            found[number] = _large_matrices(jax.device_get(optax.tree.get(state, "nu")))
-    windows.close()
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, state = adam.update(grads, state, params)
+        step, nu = state[0].count, state[0].nu
+        is_wanted = jnp.isin(step, jnp.asarray(steps))
+        jax.lax.cond(is_wanted, lambda: jax.debug.callback(keep, step, nu), lambda: None)
+        return updates, state
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            layers=layers,
+            width=width,
+            heads=width // 64,
+            context=128,
+            steps=steps[-1],
+            warmup=0,
+            batch_size=4,
+            eval_every=steps[-1],
+            eval_batches=1,
+            out=pathlib.Path(folder) / "run",
+        )
+        watched = optax.GradientTransformation(adam.init, update)
+        train(config, optimizer=lambda _: watched, keep=False)
+    jax.effects_barrier()
     return found
 
 
@@ -78,6 +84,11 @@ def _large_matrices(nu: Any) -> dict[str, jax.Array]:
         for path, v in leaves
         if v.ndim == 2 and min(v.shape) >= 512
     }
+
+
+def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
+    """The Frobenius norm of the matrix less q u^T, over that of the matrix."""
+    return jnp.linalg.norm(matrix - q @ u.T) / jnp.linalg.norm(matrix)
 
 
 def adafactor(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -106,7 +117,7 @@ def measure(
     Args:
       moments: Second moments.
       ranks: Ranks to factor at.
-      rounds: How often each method is timed, all in turn; the median counts.
+      rounds: How often each method is timed; the median counts.
 
     Returns:
       For each method its `error` by rank, its `seconds`, and `times_faster_than_svd`.
@@ -137,15 +148,15 @@ def measure(
             if round_:  # the first round compiles
                 times[name].append(spent)
     median = {name: statistics.median(spent) for name, spent in times.items()}
-    records: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, values in errors.items():
         method = name if name in median else name.split()[0]
-        records[name] = {
+        found[name] = {
             "error": float(np.mean(values)),
             "seconds": median[method],
             "times_faster_than_svd": median["svd"] / median[method],
         }
-    return records
+    return found
 
 
 def main(
@@ -159,12 +170,12 @@ def main(
     """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON and a PNG.
 
     Args:
-      width: Width of the model whose second moments are factored; its largest are width x 4 width.
-      layers: Its blocks.
-      steps: Updates it is trained for.
+      width: Width of the model; its largest matrices are width x 4 width.
+      layers: Blocks of the model.
+      steps: Updates of the training.
       ranks: Ranks to factor at, at most `width`.
       rounds: How often each method is timed.
-      output: Where the JSON goes; the PNG lies beside it.
+      output: File for the JSON; the PNG lies beside it.
     """
     if width % 64 or min(width, layers, steps, rounds) < 1:
         raise SystemExit(
@@ -185,17 +196,26 @@ def main(
         "timed_on": list(max(moments.values(), key=lambda matrix: matrix.size).shape),
         "records": measure(moments, ranks, rounds),
     }
-    path = output or RESULTS / f"srsi_{record_files.name_of_device(device)}.json"
-    record_files.write(path, result)
-    print("| | mean error | seconds | times faster than the SVD |\n| --- | ---: | ---: | ---: |")
-    for name, record in result["records"].items():
-        print(
-            f"| {name} | {record['error']:.4f} | {record['seconds']:.4f}"
-            f" | {record['times_faster_than_svd']:.1f} |"
-        )
+    path = output or RESULTS / f"srsi_{records.name_of_device(device)}.json"
+    records.write(path, result)
+    print(table(result["records"]))
     draw(result, path.with_suffix(".png"))
     print(f"written: {path}")
     return result
+
+
+def table(methods: dict[str, dict[str, float]]) -> str:
+    """A row for each method and rank."""
+    rows = [
+        [
+            name,
+            f"{one['error']:.4f}",
+            f"{one['seconds']:.4f}",
+            f"{one['times_faster_than_svd']:.1f}",
+        ]
+        for name, one in methods.items()
+    ]
+    return records.table(["", "mean error", "seconds", "times faster than the SVD"], rows)
 
 
 def draw(result: dict[str, Any], path: pathlib.Path) -> None:

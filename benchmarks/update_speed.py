@@ -1,11 +1,11 @@
 """Time and memory of an optimizer's update: `python -m benchmarks.update_speed`.
 
-All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
-slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
-A cycle has `rank_interval` steps, those that choose ranks included; of contenders too slow for that
-it is one step, which keeps its ranks. Memory is what the compiler
-plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after what was timed, and
-a picture beside it.
+All contenders run in one process, one cycle of steps each in turn, so that whatever slows the
+machine slows all of them. Figures are medians over cycles, and ratios are medians of ratios of
+neighbouring cycles. A cycle has `rank_interval` steps, so that it includes a choice of ranks. A
+contender that is too slow for a cycle is measured by one step, which keeps its ranks. Memory is
+what the compiler plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after
+what was timed.
 """
 
 import dataclasses
@@ -21,21 +21,20 @@ import jax.numpy as jnp
 import optax
 import tyro
 from flax import nnx
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import gradients_like, parameter_shapes, random_like
 from examples.gpt2.model import CONFIGS, GPT, loss
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
+RESULTS = records.RESULTS / "speed"
 
 
 @dataclasses.dataclass
 class Runner:
-    """One contender on one model: its compiled step, what it works on, and its times."""
+    """One contender on one model: its compiled step, the arrays it works on, and its times."""
 
     name: str
     model: str
@@ -103,14 +102,14 @@ def compiled_runner(
     state: Any,
     operands: Any,
 ) -> Runner:
-    """Compiles a step and notes how long that took and what memory it plans to use."""
+    """Compiles a step, and records the time of compilation and the memory that it plans to use."""
     lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, operands)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     record = {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / record_files.MIB,
-        **record_files.planned_memory(compiled),
+        "state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB,
+        **records.planned_memory(compiled),
         "compile_seconds": seconds,
     }
     return Runner(name, model, compiled, state, operands, record)
@@ -167,19 +166,19 @@ def main(
     patience: float = 60.0,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measures updates, prints a table and writes JSON and a PNG.
+    """Measures updates, prints a table and writes JSON.
 
     Args:
-      models: Whose parameters: rows of the paper's Table 1, or tiny.
+      models: Models of the paper's Table 1, or tiny.
       contenders: Names from `benchmarks/contenders.py`; "all" for all of them.
       cycles: Cycles of which the median is taken, after one that is not counted.
       steps: Steps of a cycle: at least `rank_interval`.
-      in_place: Let the updates take the place of the last ones, and not that of new memory.
-      training_step: Time the whole training step, and not the update alone.
+      in_place: Write updates over the last ones, instead of into new memory.
+      training_step: Time the whole training step instead of the update alone.
       batch: Sequences of the training step.
-      dtype: What its layers compute in.
+      dtype: Type that its layers compute in.
       patience: Seconds a cycle may take; slower contenders are measured by one step.
-      output: Where the JSON goes; the PNG lies beside it.
+      output: File for the JSON.
     """
     names = tuple(CONTENDERS) if contenders == ("all",) else contenders
     unknown = [name for name in names if name not in CONTENDERS]
@@ -223,45 +222,34 @@ def main(
             model: {r.name: r.record for r in runners if r.model == model} for model in models
         },
     }
-    kind = record_files.name_of_device(device)
+    kind = records.name_of_device(device)
     path = output or RESULTS / f"{what}_{'_'.join(models)}_{kind}.json"
-    record_files.write(path, result)
-    for model, records in result["records"].items():
-        print(f"{model}, {device}")
-        print_table(records)
-    draw(result["records"], device, path.with_suffix(".png"))
+    records.write(path, result)
+    print(f"{device}\n{table(result['records'])}")
     print(f"written: {path}")
     return result
 
 
-def print_table(records: dict[str, dict[str, Any]]) -> None:
-    """Prints one line a contender."""
-    ratios = [key for key in next(iter(records.values())) if key.startswith("over_")]
-    titles = [key.replace("_", " ") for key in ratios]
-    columns = ["", "seconds", *titles, "temporaries MiB", "state MiB", "compile s"]
-    print("| " + " | ".join(columns) + " |")
-    print("| --- |" + " ---: |" * (len(columns) - 1))
-    for name, r in records.items():
-        cells = [f"{r['seconds']:.3f}", *(f"{r[key]:.2f}" for key in ratios)]
-        cells += [f"{r['temporaries_mib']:.0f}", f"{r['state_mib']:.1f}"]
-        cells += [f"{r['compile_seconds']:.1f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each contender and model: its time over that of the reference, and its memory.
 
-
-def draw(records: dict[str, dict[str, dict[str, Any]]], device: str, path: pathlib.Path) -> None:
-    """Draws time against memory beyond the parameters and gradients, one axes a model."""
-    figure = Figure(figsize=(7 * len(records), 4.5))
-    for i, (model, of_model) in enumerate(records.items()):
-        axes = figure.add_subplot(1, len(records), i + 1)
-        for name, record in of_model.items():
-            memory = record["state_mib"] + record["temporaries_mib"]
-            axes.scatter(memory, record["seconds"])
-            axes.annotate(name, (memory, record["seconds"]), fontsize="small")
-        axes.set(xlabel="state and temporaries (MiB)", ylabel="seconds a step", title=model)
-        axes.set_yscale("log")
-    figure.suptitle(device)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    Least and most are the ratios of single cycles.
+    """
+    first = next(iter(next(iter(of_models.values())).values()))
+    reference = next(key for key in first if key.startswith("over_")).removeprefix("over_")
+    titles = ["", "model", f"over {reference}", "least", "most"]
+    titles += ["temporaries MiB", "state MiB", "compile s"]
+    rows = []
+    for model, of_model in of_models.items():
+        base = of_model[reference]["seconds_of_cycles"]
+        for name, r in of_model.items():
+            cells = [f"{r[f'over_{reference}']:.2f}", "", ""]
+            if len(base) == len(r["seconds_of_cycles"]):
+                ratios = [s / b for s, b in zip(r["seconds_of_cycles"], base, strict=True)]
+                cells[1:] = [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+            cells += [f"{r['temporaries_mib']:.0f}", f"{r['state_mib']:.1f}"]
+            rows.append([name, model, *cells, f"{r['compile_seconds']:.1f}"])
+    return records.table(titles, rows)
 
 
 if __name__ == "__main__":
