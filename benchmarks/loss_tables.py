@@ -92,7 +92,8 @@ def with_error(values: Iterable[float], form: str = ".4f") -> str:
     mean = format(statistics.mean(values), form)
     if len(values) == 1:
         return mean
-    return f"{mean} ± {statistics.stdev(values) / math.sqrt(len(values)):.4f}"
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean} ± {format(error, form.removeprefix('+'))}"
 
 
 def _loss(one: Summary) -> str:
@@ -108,36 +109,35 @@ def comparison(
     names: Sequence[str],
     baseline: str,
     settings: Sequence[str],
-    brief: bool = False,
+    with_rates: bool = True,
 ) -> str:
     """A row for each contender, with its difference from a baseline, paired by seed.
 
     Args:
       results: The summaries.
       names: Contenders.
-      baseline: The contender that the others are compared with.
+      baseline: The contender that the others are compared with, the row with 0.
       settings: Each has columns of its own.
-      brief: Whether to leave out the number of seeds and the peak rate.
+      with_rates: Whether the best peak rates are among them.
     """
-    titles = ["", "bytes per parameter"]
+    titles = ["", "bytes per parameter", "seeds"]
     for setting in settings:
-        titles += [f"{setting}: loss", f"minus {baseline}", "seeds", "peak rate"][
-            : 2 if brief else 4
-        ]
+        titles += [f"{setting}: loss", "minus baseline", *["peak rate"] * with_rates]
     rows = []
     for name in names:
         known = [results[setting, name] for setting in settings if (setting, name) in results]
         if not known:
             continue
-        cells = [name, f"{known[0].bytes_a_parameter:.2f}"]
+        seeds = dict.fromkeys(str(len(one.losses)) for one in known)
+        cells = [name, f"{known[0].bytes_a_parameter:.2f}", ", ".join(seeds)]
         for setting in settings:
             one, base = results.get((setting, name)), results.get((setting, baseline))
-            of_setting = [""] * 4
-            if one is not None:
-                less = "" if base is None else difference(one, base)
-                of_setting = [_loss(one), "0" if name == baseline else less]
-                of_setting += [str(len(one.losses)), f"{one.rate:.3g}"]
-            cells += of_setting[: 2 if brief else 4]
+            if one is None:
+                cells += ["", "", *[""] * with_rates]
+                continue
+            less = "" if base is None else difference(one, base)
+            cells += [_loss(one), "0" if name == baseline else less]
+            cells += [f"{one.rate:.3g}"] * with_rates
         rows.append(cells)
     return records.table(titles, rows)
 

@@ -111,7 +111,7 @@ def blocks() -> dict[str, str]:
     states = _read("memory/memory_table.json")["records"]
     peaks = _read("memory/memory_peak_cpu.json")["records"]
     found = {
-        "measured": loss_tables.comparison(results, FIRST, BEST_ADAMW, texts, brief=True),
+        "measured": loss_tables.comparison(results, FIRST, BEST_ADAMW, texts, False),
         "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, texts),
         "pairs": loss_tables.differences(results, PAIRS, texts),
         "changes": loss_tables.changes(coarse, CHANGES, "code"),
@@ -131,7 +131,7 @@ def blocks() -> dict[str, str]:
     for name in ("in_place_117M", "in_place_117M_48_cycles", "in_place_117M_345M", "muon_117M"):
         record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
         found[f"speed {name}"] = update_speed.table(record)
-    for name in ("8B_h100", "8B_cpu", "70B_cpu"):
+    for name in ("8B_h100", "70B_cpu"):
         found[f"scale {name}"] = scale.table(_read(f"scale/{name}.json")["records"])
     return found
 

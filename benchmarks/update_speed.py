@@ -231,7 +231,7 @@ def main(
 
 
 def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A row for each contender and model: its time over that of the reference, and its memory.
+    """A row for each of `CONTENDERS` and model: its time over that of the reference, and its memory.
 
     Least and most are the ratios of single cycles.
     """
@@ -242,7 +242,8 @@ def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
     rows = []
     for model, of_model in of_models.items():
         base = of_model[reference]["seconds_of_cycles"]
-        for name, r in of_model.items():
+        for name in (name for name in of_model if name in CONTENDERS):
+            r = of_model[name]
             cells = [f"{r[f'over_{reference}']:.2f}", "", ""]
             if len(base) == len(r["seconds_of_cycles"]):
                 ratios = [s / b for s, b in zip(r["seconds_of_cycles"], base, strict=True)]
