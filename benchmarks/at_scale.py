@@ -11,10 +11,10 @@ import shutil
 import sysconfig
 from typing import Literal
 
+import jax
 import tyro
 
 from benchmarks import loss_tables
-from benchmarks.accelerator import require_accelerator
 from benchmarks.loss_study import Study
 from examples.gpt2.config import Config
 
@@ -95,7 +95,8 @@ def main(
     if unknown:
         allowed = "; ".join(name for setting, name in best if setting == "code")
         raise SystemExit(f"--names has {unknown}; allowed: {allowed}.")
-    print(require_accelerator(cpu))
+    if jax.default_backend() == "cpu" and not cpu:
+        raise SystemExit("JAX sees no accelerator here; --cpu takes the CPU.")
     config = Config(
         model=model,
         data=write_text(folder, mebibytes),

@@ -191,8 +191,9 @@ class Study:
         )
         row = {"setting": self.setting, "contender": name, **_trained(config, name)}
         self.folder.mkdir(parents=True, exist_ok=True)
+        is_broken = self.file.exists() and not self.file.read_bytes().endswith(b"\n")
         with open(self.file, "a") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write("\n" * is_broken + json.dumps(row) + "\n")
         self.rows.append(row)
         jax.clear_caches()  # each run compiles its own functions
         return row

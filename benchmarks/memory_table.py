@@ -33,36 +33,14 @@ RESULTS = records.RESULTS / "memory"
 MODELS = ("117M", "345M")
 FIRST_MOMENTS = (0.9, 0.0)
 
-# MiB of the paper's Table 2 by model and b1; None where it has no such run.
-PAPER_MIB: dict[tuple[str, float], dict[str, float | None]] = {
-    ("117M", 0.9): {
-        "AdamW": 949.7,
-        "Adafactor": 476.1,
-        "CAME": 476.8,
-        "Adapprox (k_init)": 476.1,
-        "Adapprox (k_max)": 622.0,
-    },
-    ("117M", 0.0): {
-        "AdamW": 949.7,
-        "Adafactor": 1.2,
-        "CAME": None,
-        "Adapprox (k_init)": 1.2,
-        "Adapprox (k_max)": 147.2,
-    },
-    ("345M", 0.9): {
-        "AdamW": 2707.5,
-        "Adafactor": 1356.7,
-        "CAME": 1358.4,
-        "Adapprox (k_init)": 1356.7,
-        "Adapprox (k_max)": 1791.1,
-    },
-    ("345M", 0.0): {
-        "AdamW": 2707.5,
-        "Adafactor": 2.9,
-        "CAME": None,
-        "Adapprox (k_init)": 2.9,
-        "Adapprox (k_max)": 437.4,
-    },
+# MiB of the paper's Table 2 in the order of `COLUMNS`; None where it has no such run.
+COLUMNS = tuple((model, b1) for model in MODELS for b1 in FIRST_MOMENTS)
+PAPER_MIB: dict[str, tuple[float | None, ...]] = {
+    "AdamW": (949.7, 949.7, 2707.5, 2707.5),
+    "Adafactor": (476.1, 1.2, 1356.7, 2.9),
+    "CAME": (476.8, None, 1358.4, None),
+    "Adapprox (k_init)": (476.1, 1.2, 1356.7, 2.9),
+    "Adapprox (k_max)": (622.0, 147.2, 1791.1, 437.4),
 }
 
 
@@ -123,7 +101,8 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     """
     shapes = parameter_shapes(model)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
-    papers = {name: mib for name, mib in PAPER_MIB[model, b1].items() if mib is not None}
+    column = COLUMNS.index((model, b1))
+    papers = {name: row[column] for name, row in PAPER_MIB.items() if row[column] is not None}
     optimizers = {name: ROWS[name](b1) for name in papers}
     if b1:
         optimizers |= {name: make() for name, make in OURS.items()}

@@ -2,7 +2,7 @@
 
 The matrices are the second moments of `benchmarks.srsi` at several steps of one training, and their
 elementwise roots, which Adapprox factors by default. Each spectrum is divided by its first value.
-Results go to `results/loss/singular_values.json` and a picture beside it.
+Results go to `results/loss/singular_values.json`.
 """
 
 import pathlib
@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from benchmarks import records
@@ -62,14 +61,14 @@ def main(
     count: int = 60,
     output: pathlib.Path = RESULTS / "singular_values.json",
 ) -> dict[str, Any]:
-    """Prints mean errors by rank, and writes JSON and a PNG.
+    """Prints mean errors by rank, and writes JSON.
 
     Args:
       width: Width of the model.
       layers: Blocks of the model.
       steps: Updates after which second moments are taken, rising.
-      count: Singular values of each matrix that are kept and drawn.
-      output: File for the JSON; the PNG lies beside it.
+      count: Singular values of each matrix that are kept.
+      output: File for the JSON.
     """
     if width % 64 or min(width, layers, count, *steps, 1) < 1 or list(steps) != sorted(set(steps)):
         raise SystemExit(
@@ -88,7 +87,6 @@ def main(
     }
     records.write(output, result, indent=None)
     print(table(result["steps"]))
-    draw(result["steps"], output.with_suffix(".png"))
     print(f"written: {output}")
     return result
 
@@ -102,28 +100,6 @@ def table(steps: dict[str, Any]) -> str:
             means = [np.mean([one[str(rank)] for one in errors]) for rank in RANKS]
             rows.append([f"{target}, step {step}", *(f"{mean:.3f}" for mean in means)])
     return records.table(["", *(f"rank {rank}" for rank in RANKS)], rows)
-
-
-def draw(steps: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws the spectra of all matrices, a step a column and a target a row."""
-    figure = Figure(figsize=(3.2 * len(steps) + 3, 6))
-    grid = figure.subplots(len(TARGETS), len(steps), sharex=True, sharey=True, squeeze=False)
-    for column, (step, matrices) in zip(grid.T, steps.items(), strict=True):
-        for axes, target in zip(column, TARGETS, strict=True):
-            for number, (name, of_targets) in enumerate(matrices.items()):
-                values = of_targets[target]["singular_values"]
-                style = "-" if number < 10 else "--"
-                places = range(1, len(values) + 1)
-                axes.plot(places, values, style, color=f"C{number % 10}", linewidth=1, label=name)
-            axes.set_yscale("log")
-            axes.grid(alpha=0.3)
-        column[0].set_title(f"step {step}")
-        column[-1].set_xlabel("singular value")
-    for axes, target in zip(grid[:, 0], TARGETS, strict=True):
-        axes.set_ylabel(f"{target}, over the first")
-    grid[0, -1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 The matrices are exact second moments of a real training: a GPT-2 of two layers, as wide as the
 345M model, trained by Adam on the standard library's source. Three methods factor each of them:
 S-RSI, the singular value decomposition, and Adafactor's means of rows and columns (rank 1). Results
-go to `results/speed/srsi_<device>.json` and a picture beside it.
+go to `results/speed/srsi_<device>.json`.
 """
 
 import functools
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
@@ -167,7 +166,7 @@ def main(
     rounds: int = 7,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON and a PNG.
+    """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON.
 
     Args:
       width: Width of the model; its largest matrices are width x 4 width.
@@ -175,7 +174,7 @@ def main(
       steps: Updates of the training.
       ranks: Ranks to factor at, at most `width`.
       rounds: How often each method is timed.
-      output: File for the JSON; the PNG lies beside it.
+      output: File for the JSON.
     """
     if width % 64 or min(width, layers, steps, rounds) < 1:
         raise SystemExit(
@@ -199,7 +198,6 @@ def main(
     path = output or RESULTS / f"srsi_{records.name_of_device(device)}.json"
     records.write(path, result)
     print(table(result["records"]))
-    draw(result, path.with_suffix(".png"))
     print(f"written: {path}")
     return result
 
@@ -218,30 +216,6 @@ def table(methods: dict[str, dict[str, float]]) -> str:
             [name.replace("srsi", "S-RSI, rank"), *cells, f"{ours['times_faster_than_svd']:.0f}"]
         )
     return records.table(["", "mean error", "that of the SVD", "times faster than the SVD"], rows)
-
-
-def draw(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws error and time against rank."""
-    figure = Figure(figsize=(9, 4))
-    left, right = figure.subplots(1, 2)
-    for method in ("srsi", "svd"):
-        points = [
-            (int(name.split()[1]), record)
-            for name, record in result["records"].items()
-            if name.startswith(method)
-        ]
-        ranks = [rank for rank, _ in points]
-        left.plot(ranks, [r["error"] for _, r in points], marker="o", markersize=3, label=method)
-        right.plot(ranks, [r["seconds"] for _, r in points], marker="o", markersize=3, label=method)
-    record = result["records"]["adafactor"]
-    left.scatter([1], [record["error"]], marker="x", color="C2", label="adafactor")
-    right.scatter([1], [record["seconds"]], marker="x", color="C2", label="adafactor")
-    left.set(xlabel="rank", ylabel="mean relative error", xscale="log", yscale="log")
-    size = " x ".join(map(str, result["timed_on"]))
-    right.set(xlabel="rank", ylabel=f"seconds, {size}", xscale="log", yscale="log")
-    left.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

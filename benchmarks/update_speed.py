@@ -164,6 +164,7 @@ def main(
     batch: int = 32,
     dtype: Literal["bfloat16", "float32"] = "bfloat16",
     patience: float = 60.0,
+    cpu: bool = True,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Measures updates, prints a table and writes JSON.
@@ -178,6 +179,7 @@ def main(
       batch: Sequences of the training step.
       dtype: Type that its layers compute in.
       patience: Seconds a cycle may take; slower contenders are measured by one step.
+      cpu: Whether a CPU is measured if there is no accelerator.
       output: File for the JSON.
     """
     names = tuple(CONTENDERS) if contenders == ("all",) else contenders
@@ -186,6 +188,8 @@ def main(
         raise SystemExit(f"contenders has {unknown}; allowed: all, {', '.join(CONTENDERS)}.")
     if min(cycles, steps, batch) < 1:
         raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
+    if not cpu and jax.default_backend() == "cpu":
+        raise SystemExit("--no-cpu needs an accelerator, and JAX sees none here.")
     device = jax.devices()[0].device_kind
     runners = []
     for model in models:
@@ -231,7 +235,7 @@ def main(
 
 
 def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A row for each of `CONTENDERS` and model: its time over that of the reference, and its memory.
+    """A row for each contender and model: its time over that of the reference, and its memory.
 
     Least and most are the ratios of single cycles.
     """

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.opponents.adam_8_bits import (
+from benchmarks.opponents.adam_8_bits import (
     SIGNED,
     UNSIGNED,
     Codes,
