@@ -7,7 +7,6 @@ device-program` makes the environment that this needs and runs it there. Results
 """
 
 import pathlib
-import shlex
 import time
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from benchmarks.contenders import CONTENDERS
 from benchmarks.h100 import compile_for_h100, is_available
 from benchmarks.inputs import parameter_shapes
 from benchmarks.program_counts import count
+from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "speed"
 STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
@@ -51,12 +51,8 @@ def program_of(tx: optax.GradientTransformation, shapes: Any) -> Any:
     """The compiled step of an optimizer for parameters of these shapes, in float32."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
 
-    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     state = jax.eval_shape(tx.init, params)
-    return compile_for_h100(step, params, params, state, donate_argnums=(1, 2))
+    return compile_for_h100(update_step(tx), params, params, state, donate_argnums=(1, 2))
 
 
 def record_of(name: str, shapes: Any) -> dict[str, Any]:
@@ -102,9 +98,8 @@ def main(
         raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
     shapes = parameter_shapes(model)
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.device_program", "--model", model]),
+        **records.header(),
         "device": "H100, from its description",
-        "jax": jax.__version__,
         "records": {},
     }
     path = output or RESULTS / f"device_program_{model}.json"

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import shlex
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -27,7 +26,8 @@ from benchmarks import records
 from benchmarks.contenders import DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from benchmarks.opponents.came import came
-from examples.gpt2.model import CONFIGS, GPT, loss
+from benchmarks.steps import training_step
+from examples.gpt2.model import CONFIGS, GPT
 
 RESULTS = records.RESULTS / "memory"
 MODELS = ("117M", "345M")
@@ -134,12 +134,8 @@ def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dic
     state = jax.eval_shape(tx.init, params)
     tokens = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
 
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any]:
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    lowered = jax.jit(step, donate_argnums=(0, 1), keep_unused=True).lower(params, state, tokens)
+    step = jax.jit(training_step(graph, tx), donate_argnums=(0, 1), keep_unused=True)
+    lowered = step.lower(params, state, tokens)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -175,25 +171,20 @@ def main(
     """
     if batch < 1:
         raise SystemExit(f"{batch=}; allowed: an integer of at least 1.")
-    device = jax.devices()[0].device_kind
-    header = {"device": device, "jax": jax.__version__, "optax": optax.__version__}
-    command = ["python", "-m", "benchmarks.memory_table"]
     tables = {
         model: {str(b1): state_records(model, b1) for b1 in FIRST_MOMENTS} for model in MODELS
     }
     print(f"{paper_table(tables)}\n\n{our_table(tables)}")
-    result = {"command": shlex.join(command), **header, "records": tables}
+    result = {**records.header(), "records": tables}
     _write(folder / "memory_table.json", result)
     if not peak:
         return {"states": result}
     bar = tqdm(PEAK_ROWS.items(), unit="contender")
     peaks = {name: peak_record(make(), peak_model, batch) for name, make in bar}
     add_shares(peaks)
-    print(f"training step of {peak_model}, float32, batch {batch}, {device}")
     print(peaks_table(peaks))
-    command += ["--peak", "--peak-model", peak_model, "--batch", str(batch)]
-    peak_result = {"command": shlex.join(command), **header, "records": {peak_model: peaks}}
-    kind = records.name_of_device(device)
+    peak_result = {**records.header(), "records": {peak_model: peaks}}
+    kind = records.name_of_device(peak_result["device"])
     _write(folder / f"memory_peak_{kind}.json", peak_result)
     return {"states": result, "peaks": peak_result}
 

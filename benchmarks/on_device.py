@@ -18,9 +18,9 @@ from benchmarks.records import RESULTS
 _FEW = ("--contenders", "adamw", "adafactor", "adapprox", "muon")
 _BRIEF = ("--cycles", "3")
 PARTS: dict[str, tuple[str, ...]] = {
-    "update_117M": (*_FEW, "adapprox rank 16", "adapprox_muon", "--in-place"),
+    "update_117M": (*_FEW, "adapprox rank 16", "adapprox_muon"),
     "training_step_117M": (*_FEW, *_BRIEF, "--training-step", "--batch", "32"),
-    "update_345M": (*_FEW, *_BRIEF, "--models", "345M", "--in-place"),
+    "update_345M": (*_FEW, *_BRIEF, "--models", "345M"),
     "training_step_345M": (*_FEW, *_BRIEF, "--models", "345M", "--training-step", "--batch", "16"),
 }
 

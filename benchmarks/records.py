@@ -1,8 +1,10 @@
-"""Records of benchmarks as files, their tables, and the memory that a program plans."""
+"""Records of benchmarks: files, tables, and what all of them hold."""
 
 import json
 import pathlib
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +17,16 @@ MIB = 2**20
 def name_of_device(device: str) -> str:
     """The name of a device as part of a file name."""
     return re.sub(r"\W+", "_", device).lower()
+
+
+def header() -> dict[str, str]:
+    """The command that makes a record, and what it runs on."""
+    name = pathlib.Path(sys.argv[0]).stem
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
 
 
 def write(path: pathlib.Path, record: dict[str, Any], indent: int | None = 1) -> None:

@@ -128,7 +128,7 @@ def blocks() -> dict[str, str]:
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
         "fine-tuning": _fine_tuning(),
     }
-    for name in ("in_place_117M", "in_place_117M_48_cycles", "in_place_117M_345M", "muon_117M"):
+    for name in ("117M", "117M_48_cycles", "117M_345M", "muon_117M"):
         record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
         found[f"speed {name}"] = update_speed.table(record)
     for name in ("8B_h100", "70B_cpu"):
@@ -149,7 +149,7 @@ def _is_coarse(row: dict) -> bool:
 
 def _cost() -> str:
     """Time of an update on a CPU, and the step's program for an H100, beside AdamW's."""
-    times = _read("speed/update_speed_in_place_117M_cpu.json")["records"]["117M"]
+    times = _read("speed/update_speed_117M_cpu.json")["records"]["117M"]
     programs = _read("speed/device_program_117M.json")["records"]
     rows = []
     for name in ("adamw", "adafactor", "adapprox", "adapprox rank 16", "adapprox_muon", "muon"):

@@ -8,7 +8,6 @@ device-program` set up its compiler. Results go to `results/scale/<model>_<platf
 
 import collections
 import pathlib
-import shlex
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -27,6 +26,7 @@ from benchmarks.collectives import collectives_of
 from benchmarks.contenders import CONTENDERS, DECAY, RATE
 from benchmarks.h100 import is_available, mesh_of_h100s
 from benchmarks.program_counts import count
+from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "scale"
 TENSOR = 8  # devices along the axis that divides within a layer
@@ -116,15 +116,11 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
         shardings,
     )
 
-    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     placed = jax.tree.map(lambda x: x.sharding, params)
     start = time.perf_counter()
     with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
         compiled = (
-            jax.jit(step, donate_argnums=(1, 2), out_shardings=(placed, shardings))
+            jax.jit(update_step(tx), donate_argnums=(1, 2), out_shardings=(placed, shardings))
             .lower(params, params, state)
             .compile()
         )
@@ -180,9 +176,7 @@ def main(
         raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
     if platform == "cpu" and jax.config.jax_num_cpu_devices < max(devices):
         jax.config.update("jax_num_cpu_devices", max(devices))
-    command = ["python", "-m", "benchmarks.scale", "--model", model, "--platform", platform]
-    command += ["--devices", *map(str, devices), "--optimizers", *optimizers]
-    result: dict[str, Any] = {"command": shlex.join(command), "jax": jax.__version__, "records": {}}
+    result: dict[str, Any] = {**records.header(), "device": platform, "records": {}}
     path = output or RESULTS / f"{model}_{platform}.json"
     wanted = [(name, number) for name in optimizers for number in devices]
     for name, number in tqdm(wanted, unit="program"):

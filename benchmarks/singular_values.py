@@ -79,9 +79,7 @@ def main(
     if not all(moments.values()):
         raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
     result = {
-        "command": f"python -m benchmarks.singular_values --width {width} --layers {layers}"
-        f" --steps {' '.join(map(str, steps))} --count {count}",
-        "jax": jax.__version__,
+        **records.header(),
         "matrices": {name: list(matrix.shape) for name, matrix in moments[steps[-1]].items()},
         "steps": measure(moments, count),
     }

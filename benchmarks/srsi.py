@@ -96,11 +96,6 @@ def adafactor(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows / jnp.sum(rows), columns.T
 
 
-def truncated_svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`jnp.linalg.svd` without the directions that do not exist."""
-    return jnp.linalg.svd(matrix, full_matrices=False)
-
-
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:
     """Wall time of one call."""
     start = time.perf_counter()
@@ -123,7 +118,10 @@ def measure(
     """
     largest = max(moments.values(), key=lambda matrix: matrix.size)
     key = jax.random.key(0)
-    svd, rank_one = jax.jit(truncated_svd), jax.jit(adafactor)
+    svd, rank_one = (
+        jax.jit(functools.partial(jnp.linalg.svd, full_matrices=False)),
+        jax.jit(adafactor),
+    )
     srsi = {
         rank: jax.jit(functools.partial(adapprox_jax.srsi, rank=rank, key=key)) for rank in ranks
     }
@@ -185,17 +183,13 @@ def main(
     moments = second_moments(width, layers, [steps])[steps]
     if not moments:
         raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
-    device = jax.devices()[0].device_kind
     result = {
-        "command": f"python -m benchmarks.srsi --width {width} --layers {layers} --steps {steps}"
-        f" --ranks {' '.join(map(str, ranks))} --rounds {rounds}",
-        "device": device,
-        "jax": jax.__version__,
+        **records.header(),
         "matrices": {name: list(matrix.shape) for name, matrix in moments.items()},
         "timed_on": list(max(moments.values(), key=lambda matrix: matrix.size).shape),
         "records": measure(moments, ranks, rounds),
     }
-    path = output or RESULTS / f"srsi_{records.name_of_device(device)}.json"
+    path = output or RESULTS / f"srsi_{records.name_of_device(result['device'])}.json"
     records.write(path, result)
     print(table(result["records"]))
     print(f"written: {path}")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shlex
 
 import jax
 import numpy as np
@@ -30,12 +29,11 @@ def test_records_are_written(tmp_path, capsys):
     names = ("adafactor", "adapprox rank 16", "came")
     main(("tiny",), names, cycles=2, steps=2, output=path)
     result = json.loads(path.read_text())
-    assert shlex.split(result["command"])[6:9] == list(names[:3])
     records = result["records"]["tiny"]
     assert tuple(records) == names
     for record in records.values():
         assert len(record["seconds_of_cycles"]) == 2
-        assert record["over_adafactor"] > 0
+        assert record["seconds"] > 0
     assert records["adapprox rank 16"]["ranks"] == [0, 16]  # dense leaves have 0
     assert "| adapprox rank 16 | tiny | " in capsys.readouterr().out
 
@@ -51,7 +49,7 @@ def test_a_whole_training_step(tmp_path, monkeypatch):
     monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], layers=1))
     path = tmp_path / "step.json"
     main(("tiny",), ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
-    assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["over_adamw"] == 1
+    assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["seconds"] > 0
 
 
 @pytest.mark.usefixtures("small")
@@ -61,6 +59,20 @@ def test_a_slow_contender_is_measured_by_one_step(tmp_path):
     record = result["records"]["tiny"]["adamw"]
     assert len(record["seconds_of_cycles"]) == 1
     assert record["cycles_left_out"]
+
+
+def test_times_are_over_those_of_the_reference_cycle_by_cycle():
+    common = {"temporaries_mib": 1.0, "state_mib": 2.0, "compile_seconds": 3.0}
+
+    def record(*seconds):
+        return {"seconds": float(np.median(seconds)), "seconds_of_cycles": list(seconds), **common}
+
+    of_model = {"adamw": record(1, 2, 8), "adafactor": record(2, 2, 2), "came": record(6)}
+    assert update_speed.table({"tiny": of_model}).splitlines()[2:] == [
+        "| adamw | tiny | 2.000 | 1.00 | 0.50 | 4.00 | 1 | 2.0 | 3.0 |",
+        "| adafactor | tiny | 2.000 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
+        "| came | tiny | 6.000 | 3.00 |  |  | 1 | 2.0 | 3.0 |",
+    ]
 
 
 def test_gradients_have_the_ranks_that_they_promise():
@@ -73,7 +85,7 @@ def test_gradients_have_the_ranks_that_they_promise():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: all, adamw, "),
+        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: adamw, "),
         (dict(cycles=0), "cycles=0, .*; allowed: integers of at least 1"),
     ],
 )
