@@ -1,9 +1,8 @@
-"""What a whole step becomes on an H100, without one: `python -m benchmarks.device_program`.
+"""The program of a step for an H100 that need not be there: `python -m benchmarks.device_program`.
 
-Compiles update and `apply_updates`, with parameters and state donated, for a GPU that need not be
-there, and counts kernels, library calls, branches and bytes (`program_counts`). `make
-device-program` makes the environment that this needs and runs it there. Results go to
-`results/speed/device_program_<model>.json`.
+Compiles update and `apply_updates`, with parameters and state donated, and counts kernels, library
+calls, branches and bytes (`program_counts`). `make device-program` makes the environment that this
+needs and runs it there. Results go to `results/speed/device_program_<model>.json`.
 """
 
 import pathlib
@@ -34,7 +33,7 @@ ROWS = (
 
 
 def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters with those of all layers in one array each, the layer in front."""
+    """The parameters with those of all layers stacked along a first axis."""
     layers: dict[str, list[jax.ShapeDtypeStruct]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = jax.tree_util.keystr(tuple(key for key in path if not isinstance(key.key, int)))

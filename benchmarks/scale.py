@@ -1,9 +1,9 @@
-"""An optimizer's step on hundreds of devices, without them: `python -m benchmarks.scale`.
+"""An optimizer's step on hundreds of devices that need not be there: `python -m benchmarks.scale`.
 
-Compiles update and `apply_updates` for the parameters of a Llama-shaped model in bfloat16, layers
-stacked and divided over a mesh, from abstract values: what each device would hold, what it would
-move, and how long compiling takes. For CPU devices, or with `--platform h100` where `make
-device-program` set up its compiler. Results go to `results/scale/<model>_<platform>.json`.
+Compiles update and `apply_updates` for abstract parameters of a Llama-shaped model in bfloat16,
+with stacked layers divided over a mesh. Counts what each device would hold and move, and how long
+compilation takes. `--platform h100` works where `make device-program` set up its compiler. Results
+go to `results/scale/<model>_<platform>.json`.
 """
 
 import collections
@@ -62,7 +62,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 
 def _hidden_numbers(params: Any) -> Any:
-    """Optax's view of stacked matrices for Muon; None for what embeds and for vectors."""
+    """Optax's dimension numbers for stacked matrices, and None for other parameters."""
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     return jax.tree.map(lambda x: numbers if x.ndim == 3 else None, params)
 
@@ -71,8 +71,8 @@ def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct
     """The abstract parameters of a model, divided by full sharding and tensor parallelism.
 
     Args:
-      sizes: Of the model.
-      mesh: With the axes "fsdp" and "tensor".
+      sizes: Sizes of the model.
+      mesh: A mesh with the axes "fsdp" and "tensor".
     """
     layers, width, inner = sizes.layers, sizes.width, sizes.inner
     queries, keys = 128 * sizes.heads, 128 * sizes.key_value_heads
@@ -98,16 +98,16 @@ def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct
 
 
 def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -> dict[str, Any]:
-    """What a step takes on each device of a mesh.
+    """Memory, work and communication of a step, on each device of a mesh.
 
     Args:
       tx: The optimizer.
       params: Abstract parameters with shardings.
-      mesh: That they lie on.
+      mesh: The mesh of these shardings.
 
     Returns:
-      Sizes in MiB, numbers of kernels and collectives, bytes of these by kind, and how many percent
-      of a gradient reduction's bytes they are: those of the gradients that a device works out.
+      Sizes in MiB, numbers of kernels and collectives, and MiB that are moved: by kind, and in
+      percent of a reduction of the gradients that a device works out.
     """
     shardings = adapprox_jax.state_shardings(tx, params)
     state = jax.tree.map(
