@@ -51,7 +51,7 @@ def test_options_reach_adapprox():
     tx = build("adapprox", 1.0, Options(max_rank=4, mu_dtype="int8"))
     leaves = jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
     assert {(64, 4), (128, 4)} <= {leaf.shape for leaf in leaves}
-    assert jnp.int8 in {leaf.dtype for leaf in leaves}
+    assert jnp.dtype("int8") in {leaf.dtype for leaf in leaves}
 
 
 def test_the_paper_has_adaptive_ranks():
