@@ -209,7 +209,12 @@ def _trained(config: Config, name: str) -> dict[str, Any]:
         used = {"learning_rate": config.learning_rate, "seed": config.seed}
         nothing = {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
         return {"settings": used, **nothing, "versions": versions}
-    return {**result._asdict(), "versions": versions}
+    # The settings' own optimizer was not used.
+    used = {k: v for k, v in result.settings.items() if k not in _OF_OPTIMIZER}
+    return {**result._asdict(), "settings": used, "versions": versions}
+
+
+_OF_OPTIMIZER = ("optimizer", "optimizer_settings", "options")
 
 
 def _revision() -> str:

@@ -129,6 +129,7 @@ def test_a_real_run_is_recorded(tmp_path, monkeypatch):
     assert (row["settings"]["learning_rate"], row["settings"]["seed"]) == (1e-3, 0)
     assert [step for step, _ in row["curve"]] == [2, 4]
     assert row["memory"]["state_mib"] > 0
+    assert "optimizer" not in row["settings"]  # that of the example's settings was not used
 
 
 @pytest.mark.parametrize(
