@@ -193,8 +193,8 @@ def check_numbers(config: Any, positive: str, not_negative: str) -> None:
             raise InputError(f"{option(name)} is {value}, and must be above 0 and finite")
     values = {name: getattr(config, name) for name in f"{not_negative} seed".split()}
     for name, value in (values | {"weight_decay": config.options.weight_decay}).items():
-        if not 0 <= value < 2**31:
-            raise InputError(f"{option(name)} is {value}, and must be in [0, 2^31)")
+        if not 0 <= value < (2**31 if name == "seed" else math.inf):
+            raise InputError(f"{option(name)} is {value}, and must be at least 0 and finite")
     for name in ("b1", "b2"):
         value = getattr(config.options, name)
         if not 0 <= value < 1:

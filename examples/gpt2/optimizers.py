@@ -73,15 +73,17 @@ def build(
                 optax.scale_by_learning_rate(learning_rate),
             )
         case "muon":
-            tx = optax.contrib.muon(
-                learning_rate,
-                weight_decay=options.weight_decay,
-                weight_decay_mask=is_matrix,
+            muon = optax.contrib.muon(
+                -1.0,  # the sign of the updates, to which a decay of matrices alone is added
                 adam_b1=options.b1,
                 adam_b2=0.95,
-                adam_weight_decay=options.weight_decay,
                 consistent_rms=0.2,  # updates as large as AdamW's
                 muon_weight_dimension_numbers=_hidden,
+            )
+            tx = optax.chain(
+                muon,
+                optax.add_decayed_weights(**decay),
+                optax.scale_by_learning_rate(learning_rate),
             )
     if options.clip_norm is None:
         return tx

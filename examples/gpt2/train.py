@@ -189,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
             train(config)
 
     code = exit_code(work)
-    if code and config.processes.coordinator is not None:
+    if code and jax.distributed.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # others may not have come to an end, and JAX would wait for them
