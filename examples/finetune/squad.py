@@ -1,19 +1,16 @@
-"""SQuAD v1.1 (Rajpurkar et al., 2016): its file, windows over long contexts, spans, metrics."""
+"""SQuAD v1.1 (Rajpurkar et al., 2016): windows over long contexts, answers, metrics."""
 
 import collections
-import pathlib
 import re
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from examples.gpt2.data import DataError
-from examples.gpt2.records import quoted, read_json
-from examples.gpt2.tokens import Tokenizer
+from examples.finetune.tokens import Tokenizer
+from examples.gpt2.command import InputError
 
-METRICS = ("f1", "exact_match")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 
@@ -44,70 +41,21 @@ class Window(NamedTuple):
     target: tuple[int, int]  # first and last token of the answer; the end of text if not within
 
 
-def read_questions(file: pathlib.Path) -> list[Question]:
-    """Reads SQuAD's JSON.
-
-    Args:
-      file: `train-v1.1.json` or `dev-v1.1.json`, or another of that form.
-
-    Returns:
-      The questions.
+def question(row: Mapping[str, Any]) -> Question:
+    """A row of the dataset, as `datasets` has it.
 
     Raises:
-      DataError: The file is missing, no JSON, or lacks something; says where.
+      InputError: If it has another form.
     """
-    content = read_json(file, DataError)
-    questions = []
-    for i, article in enumerate(_entry(file, "", content, "data", list)):
-        where = f"data[{i}]"
-        for j, paragraph in enumerate(_entry(file, where, article, "paragraphs", list)):
-            within = f"{where}.paragraphs[{j}]"
-            context = _entry(file, within, paragraph, "context", str)
-            for k, entry in enumerate(_entry(file, within, paragraph, "qas", list)):
-                questions.append(_question(file, f"{within}.qas[{k}]", entry, context))
-    if not questions:
-        raise DataError(f"{file}: has no questions")
-    ids = collections.Counter(question.id for question in questions)
-    [(most, times)] = ids.most_common(1)
-    if times > 1:
-        raise DataError(f"{file}: {times} questions have the id {quoted(most)}")
-    if all(answer.start is None for question in questions for answer in question.answers):
-        raise DataError(f"{file}: no answer stands at the place of the context that it names")
-    return questions
-
-
-def _question(file: pathlib.Path, where: str, entry: Any, context: str) -> Question:
-    _entry(file, where, entry, "answers", list)
-    if entry.get("is_impossible"):
-        raise DataError(f"{file}: {where} has no answer, as in SQuAD v2.0; allowed: v1.1")
-    answers = []
-    for i, answer in enumerate(_entry(file, where, entry, "answers", list)):
-        of = f"{where}.answers[{i}]"
-        text, start = (
-            _entry(file, of, answer, "text", str),
-            _entry(file, of, answer, "answer_start", int),
-        )
-        there = bool(text) and start >= 0 and context.startswith(text, start)
-        answers.append(Answer(text, start if there else None))
-    id_, question = (_entry(file, where, entry, key, str) for key in ("id", "question"))
-    return Question(id_, question.strip(), context, tuple(answers))
-
-
-def _entry(file: pathlib.Path, where: str, of: Any, key: str, kind: type) -> Any:
-    """An entry of a JSON object; says where it is missing or of another kind."""
-    if not isinstance(of, dict) or key not in of:
-        raise DataError(f"{file}: {where or 'the whole'} has no {key!r}")
-    if not isinstance(of[key], kind):
-        given = type(of[key]).__name__
-        raise DataError(f"{file}: {where}.{key} is {given}; allowed: {kind.__name__}")
-    if kind is str:
-        try:
-            of[key].encode()
-        except UnicodeEncodeError:
-            raise DataError(
-                f"{file}: {where}.{key} has half of a surrogate pair, which is no character"
-            ) from None
-    return of[key]
+    try:
+        context, given = row["context"], row["answers"]
+        answers = [
+            Answer(text, start if text and context.startswith(text, start) else None)
+            for text, start in zip(given["text"], given["answer_start"], strict=True)
+        ]
+        return Question(row["id"], row["question"].strip(), context, tuple(answers))
+    except (KeyError, TypeError, ValueError, AttributeError):
+        raise InputError(f"--data: {row.get('id')!r:.80} is no question of SQuAD v1.1") from None
 
 
 def windows(

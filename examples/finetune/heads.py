@@ -1,4 +1,4 @@
-"""A GPT-2 with a head for a task: a class of a text, or the first and last token of an answer."""
+"""A GPT-2 with a head for a task: a class of a text, or the ends of an answer."""
 
 from typing import Any
 
