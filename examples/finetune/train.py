@@ -1,8 +1,8 @@
 """Fine-tunes GPT-2 on a task of GLUE or on SQuAD: `python -m examples.finetune.train --help`.
 
-A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`,
-`best/` with the parameters that scored best, and `predictions/` of those. Ctrl-C saves a checkpoint
-first; `--resume` goes on from the last one.
+A run writes to its folder: `settings.json`, `metrics.jsonl`, `checkpoints/`, `best/` with the
+parameters that scored best, and `predictions/` of those. Ctrl-C saves a checkpoint first.
+`--resume` goes on from the last one.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ def finetune(config: Config) -> dict[str, float]:
     graphdef, params = nnx.split(WithHead(gpt, task.outputs, rngs=nnx.Rngs(config.seed)), nnx.Param)
     # Copies: a step is given its arrays for good.
     params = jax.tree.map(jnp.array, nnx.to_pure_dict(params))
-    tx = as_input(lambda: optimizers.build(config.optimizer, rate, config.options))
+    tx = as_input(lambda: optimizers.build(config.optimizer, config.options, rate))
     state = TrainState(params, jax.jit(tx.init)(params))
     print(f"{config.task}, {config.optimizer}: {metrics.describe(state)}")
     predict = _predictor(graphdef, task, config.batch_size // config.accumulate)

@@ -50,20 +50,16 @@ class Processes:
 
     def check(self) -> None:
         """Raises InputError where one is missing or out of range."""
-        given = (self.count, self.index)
         if self.coordinator in (None, "auto"):
-            if given != (None, None):
-                raise InputError("--processes.count and --processes.index need a coordinator")
-            return
-        host, _, port = str(self.coordinator).rpartition(":")
-        if not host or not _is_number(port) or not 0 < int(port) < 2**16:
+            good = self.count is self.index is None
+        else:
+            host, _, port = str(self.coordinator).rpartition(":")
+            good = host and _is_number(port) and 0 < int(port) < 2**16
+            good = good and None not in (self.count, self.index) and 0 <= self.index < self.count
+        if not good:
             raise InputError(
-                f"--processes.coordinator is {self.coordinator}, and must be HOST:PORT or auto"
-            )
-        if self.count is None or self.index is None or not 0 <= self.index < self.count:
-            raise InputError(
-                f"--processes.count is {self.count} and --processes.index {self.index}: both are"
-                " needed, and the index must be from 0 to the count - 1"
+                f"--processes has coordinator, count and index {self.coordinator}, {self.count} and"
+                f" {self.index}; allowed: HOST:PORT, a count and an index below it, or auto alone"
             )
 
 
@@ -166,7 +162,7 @@ def _check(config: Config) -> None:
     if config.width % config.heads:
         raise InputError(f"--heads {config.heads} does not divide --width {config.width}, and must")
     if config.elastic:
-        as_input(lambda: optimizers.widths(config.options))
+        optimizers.widths(config.options)
     if config.mesh is not None:
         mesh_sizes(config.mesh)
     config.processes.check()

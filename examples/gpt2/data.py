@@ -69,7 +69,7 @@ def load(
     Raises:
       InputError: If the text is missing, empty, undecodable or too short.
     """
-    texts = read_standard_library() if path is None else read_path(path)
+    texts = read_texts(path)
     settings = f"{_CACHE_FORMAT} {tokenizer} {vocabulary} {VALIDATION_SHARE} {SAMPLE_CHARACTERS}"
     key = _digest(settings, *(part for item in texts for part in item))[:16]
     folder = cache / key
@@ -94,49 +94,37 @@ def load(
     return Data(key, train, validation, model)
 
 
-def read_standard_library() -> Texts:
-    """The `.py` files of the running interpreter's standard library, without its tests."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    texts = []
-    for file in sorted(root.rglob("*.py")):
-        relative = file.relative_to(root)
-        if not _NOT_SOURCE.intersection(relative.parts):
-            try:
-                texts.append((relative.as_posix(), file.read_text(encoding="utf-8")))
-            except (UnicodeDecodeError, OSError):
-                continue  # a few files are there to be undecodable
-    if not texts:
-        raise InputError(f"{root}: no standard library source here; give a text by --data PATH")
-    return texts
+def read_texts(path: pathlib.Path | None) -> Texts:
+    """The texts of a file, of a folder, or of the standard library without its tests.
 
-
-def read_path(path: pathlib.Path) -> Texts:
-    """One text file, or every file of a folder whose path has no hidden part, as UTF-8.
-
-    Empty files are left out.
+    Empty files, and those with a hidden part in their path, are left out.
 
     Raises:
       InputError: If there is nothing, nothing but blanks, or something that is not UTF-8 text.
     """
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder; --data takes a text file or a folder")
-    found = sorted(path.rglob("*")) if path.is_dir() else [path]
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    if not root.exists():
+        raise InputError(f"{root}: no such file or folder; --data takes a text file or a folder")
     texts = []
-    for file in found:
-        relative = file.relative_to(path) if path.is_dir() else pathlib.Path(file.name)
-        if not file.is_file() or any(part.startswith(".") for part in relative.parts):
+    for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
+        name = file.relative_to(root) if root.is_dir() else pathlib.Path(file.name)
+        hidden = any(part.startswith(".") for part in name.parts)
+        not_source = file.suffix != ".py" or _NOT_SOURCE.intersection(name.parts)
+        if not file.is_file() or hidden or (path is None and not_source):
             continue
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
+            if path is None:
+                continue  # a few of the library's files are there to be undecodable
             raise InputError(
                 f"{file}: not UTF-8 text (byte {error.start}: {error.reason}); "
                 f"--data takes UTF-8 text files only"
             ) from None
-        if text.strip():
-            texts.append((relative.as_posix(), text))
+        if text.strip() or path is None:
+            texts.append((name.as_posix(), text))
     if not texts:
-        raise InputError(f"{path}: empty; --data takes a text file or a folder with some text")
+        raise InputError(f"{root}: empty; --data takes a text file or a folder with some text")
     return texts
 
 

@@ -65,31 +65,12 @@ def train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=out_shardings)
 
 
-class Interruptions:
-    """The last signal that came since this listens."""
-
-    def __init__(self) -> None:
-        self._number = 0
-
-    def hear(self, number: int, _: Any) -> None:
-        """A handler of signals."""
-        self._number = number
-
-    def asked(self, may_ask_others: bool) -> type[KeyboardInterrupt] | None:
-        """What any of the processes was asked for; several agree only where they may ask."""
-        alone = jax.process_count() == 1
-        number = largest(self._number) if may_ask_others or alone else 0
-        if not number:
-            return None
-        return Terminated if number == signal.SIGTERM else KeyboardInterrupt
-
-
 @contextlib.contextmanager
-def interruptions() -> Iterator[Interruptions]:
-    """Within, Ctrl-C and SIGTERM are noted instead of ending the program."""
-    heard = Interruptions()
+def signals() -> Iterator[list[int]]:
+    """Within, Ctrl-C and SIGTERM are added to a list instead of ending the program."""
+    heard: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM)
-    previous = [signal.signal(number, heard.hear) for number in numbers]
+    previous = [signal.signal(number, lambda it, _: heard.append(it)) for number in numbers]
     try:
         yield heard
     finally:
@@ -141,7 +122,8 @@ def loop(
     waiting: list[jax.Array] = []  # losses of the steps since the last record
     clock = time.perf_counter()
     bar = tqdm(total=plan.steps, initial=start, unit="step", disable=None if is_first() else True)
-    with interruptions() as interrupted, bar:
+    alone = jax.process_count() == 1
+    with signals() as heard, bar:
         for step in range(start + 1, plan.steps + 1):
             state, loss = actions.step(state, next(batches))
             waiting.append(loss)
@@ -149,7 +131,8 @@ def loop(
             to_check = last or step % plan.eval_every == 0
             to_save = last or step % plan.checkpoint_every == 0
             to_record = to_check or to_save or step % LOG_EVERY == 0
-            stop = interrupted.asked(to_record)
+            # Several processes can agree on what they heard only where all of them are.
+            stop = largest(heard[-1] if heard else 0) if alone or to_record else 0
             if to_record or stop:
                 losses = [float(x) for x in jax.device_get(waiting)]
                 actions.record(step, losses, time.perf_counter() - clock)
@@ -164,6 +147,8 @@ def loop(
                     actions.save(step, state)
                 waiting, clock = [], time.perf_counter()
             if stop and not last:
-                word = "terminated" if stop is Terminated else "interrupted"
-                raise stop(f"{word} after step {step} of {plan.steps}: --resume goes on from there")
+                where = f"after step {step} of {plan.steps}: --resume goes on from there"
+                if stop == signal.SIGTERM:
+                    raise Terminated(f"terminated {where}")
+                raise KeyboardInterrupt(f"interrupted {where}")
     return state

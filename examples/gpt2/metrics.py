@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-import tensorboardX
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -23,7 +22,7 @@ MIB = 2**20
 
 
 class Metrics:
-    """Rows of numbers, appended to `metrics.jsonl` and to TensorBoard.
+    """Rows of numbers, appended to `metrics.jsonl`.
 
     Of several processes the first one writes, and all have the rows.
     """
@@ -31,22 +30,19 @@ class Metrics:
     def __init__(self, out: pathlib.Path, step: int):
         """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped."""
         path = out / "metrics.jsonl"
-        rows = _read(path) if step else []
-        self.rows = [row for row in rows if row["step"] <= step]
+        # A process may have been ended while it wrote the last line.
+        lines = path.read_text().split("\n")[:-1] if step and path.exists() else []
+        self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
         self._writes = is_first()
         if self._writes:
             write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
             self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
-            self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a row; numbers go to TensorBoard, too."""
+        """Appends a row."""
         self.rows.append({"step": step, **values})
         if self._writes:
             self._file.write(json.dumps(self.rows[-1]) + "\n")
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(name, value, step)
 
     def record(self, step: int, losses: list[float], seconds: float, rate: optax.Schedule) -> None:
         """Writes the losses of the steps up to `step`, which took some seconds together.
@@ -66,12 +62,11 @@ class Metrics:
           DivergedError: If the loss is not finite.
         """
         _require_finite("validation loss", loss, step)
-        row: dict[str, Any] = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
-        words = f"step {step}: validation loss {loss:.4f}, perplexity {row['perplexity']:.2f}"
+        row: dict[str, Any] = {"validation_loss": loss}
+        words = f"step {step}: validation loss {loss:.4f}"
         report = adapprox_jax.rank_report(state.opt_state, state.params)
         if report:
             row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
-            row["errors"] = {leaf: float(np.max(info.error)) for leaf, info in report.items()}
             row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
             row["state_mib"] = _mib(state.opt_state)
             words += f", mean rank {row['mean_rank']:.1f}, state {row['state_mib']:.2f} MiB"
@@ -83,21 +78,9 @@ class Metrics:
         return [(row["step"], row[name]) for row in self.rows if name in row]
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Closes the file."""
         if self._writes:
             self._file.close()
-            self._board.close()
-
-
-def _read(path: pathlib.Path) -> list[dict[str, Any]]:
-    """The whole lines of a file, none where it does not exist."""
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # a process was ended while it wrote
-    return rows
 
 
 def _require_finite(what: str, loss: float, step: int) -> None:
@@ -136,17 +119,12 @@ def _mib(tree: Any) -> float:
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
-    """Draws the losses of a run and, where there are any, the ranks of its matrices."""
-    ranks = [row for row in rows if "ranks" in row]
-    figure = Figure(figsize=(11 if ranks else 6, 4), layout="tight")
-    axes = figure.subplots(1, 2 if ranks else 1, squeeze=False)[0]
+    """Draws the losses of a run."""
+    figure = Figure(figsize=(6, 4), layout="tight")
+    axes = figure.subplots()
     for name, style in (("loss", {"color": "0.8"}), ("validation_loss", {"marker": "."})):
         points = [(row["step"], row[name]) for row in rows if name in row]
-        axes[0].plot(*zip(*points, strict=True), label=name.replace("_", " "), **style)
-    axes[0].set(xlabel="step", ylabel="loss (nats per token)")
-    axes[0].legend()
-    for leaf in ranks[0]["ranks"] if ranks else ():
-        axes[1].plot([row["step"] for row in ranks], [row["ranks"][leaf] for row in ranks])
-    if ranks:
-        axes[1].set(xlabel="step", ylabel="ranks of the second moments", ylim=(0, None))
+        axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.legend()
     figure.savefig(path, dpi=120)

@@ -111,22 +111,17 @@ class GPT(nnx.Module):
         tokens_VxD = _divided(self.tokens.embedding[...], "tensor")  # whole rows are looked up
         positions_LxD = self.positions.embedding[: tokens_BxL.shape[1]]
         x_BxLxD = jnp.take(tokens_VxD, tokens_BxL, axis=0) + positions_LxD
-        x_BxLxD = divide_batch(x_BxLxD.astype(self.config.dtype))
+        x_BxLxD = _divided(x_BxLxD.astype(self.config.dtype), BATCH_AXES)
         for block in self.blocks:
-            x_BxLxD = divide_batch(block(x_BxLxD))
+            x_BxLxD = _divided(block(x_BxLxD), BATCH_AXES)
         return self.norm(x_BxLxD)
 
 
-def divide_batch(x_BxLxD: jax.Array) -> jax.Array:
-    """The stream, divided along the batch alone if the mesh in use is a training's.
-
-    Left to itself the compiler may divide it as the parameters that it comes from.
-    """
-    return _divided(x_BxLxD, BATCH_AXES)
-
-
 def _divided(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
-    """An array, divided along its first axis if the mesh in use has these and they divide it."""
+    """An array, divided along its first axis if the mesh in use has these and they divide it.
+
+    Left to itself the compiler may divide the stream as the parameters that it comes from.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     names = axes if isinstance(axes, tuple) else (axes,)
     if not set(names) <= set(mesh.axis_names):

@@ -9,6 +9,7 @@ import optax
 import optax.contrib
 
 import adapprox_jax
+from examples.gpt2.command import InputError
 
 Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "muon"]
 
@@ -33,14 +34,12 @@ class Options:
     """Adapprox: the relative error below which a rank is high enough, where ranks adapt."""
     mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
     """Adapprox: type of the average."""
-    factor_dtype: Literal["float32", "bfloat16"] | None = None
-    """Adapprox: type of the factors."""
     min_dim_size_to_factor: int | None = None
     """Adapprox: matrices with a shorter side have a whole second moment."""
 
 
 def build(
-    name: Name, learning_rate: optax.ScalarOrSchedule, options: Options
+    name: Name, options: Options, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformation:
     """Returns an optimizer by its name.
 
@@ -113,12 +112,12 @@ def widths(options: Options) -> tuple[int, ...]:
     """Widths that factor buffers take on as ranks grow: 8, 16, 32, ... `max_rank`.
 
     Raises:
-      ValueError: If ranks do not adapt, or `max_rank` is not a number of columns.
+      InputError: If ranks do not adapt, or `max_rank` is not a number of columns.
     """
     first, last = options.initial_rank, options.max_rank
     if first is None or not isinstance(last, int) or first > last:
         given = f"--initial-rank {first} and --max-rank {last}"
-        raise ValueError(f"--elastic needs both ranks in columns, the first not above; got {given}")
+        raise InputError(f"--elastic needs both ranks in columns, the first not above; got {given}")
     sizes = [max(8, first)]
     while 2 * sizes[-1] < last:
         sizes.append(2 * sizes[-1])

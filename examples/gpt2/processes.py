@@ -5,7 +5,8 @@ JAX ends all processes of a run when one of them is lost; --resume, given to all
 
 import contextlib
 import hashlib
-import os
+import io
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -40,10 +41,7 @@ def connected(processes: Processes) -> Iterator[None]:
         )
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"--processes: {one_line(error)}") from None
-    with contextlib.ExitStack() as stack:
-        if not is_first():
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
+    with contextlib.redirect_stdout(sys.stdout if is_first() else io.StringIO()):
         yield
 
 

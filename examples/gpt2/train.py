@@ -1,12 +1,13 @@
 """Trains GPT-2 on text: `python -m examples.gpt2.train --help`.
 
-A run writes to its folder: `settings.json`, `metrics.jsonl`, `tensorboard/`, `checkpoints/`,
-`curves.png` and the tokenizer. Ctrl-C and SIGTERM save a checkpoint first. `--resume` goes on from
+A run writes to its folder: `settings.json`, `metrics.jsonl`, `checkpoints/`, `curves.png` and the
+tokenizer. Ctrl-C and SIGTERM save a checkpoint first. `--resume` goes on from
 the last one and ends with the very parameters of a run that was never interrupted. With more
 `--steps` it goes on along the learning rates of the longer run.
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -25,13 +26,11 @@ from examples.gpt2 import checkpoints, data, mesh, metrics, optimizers
 from examples.gpt2 import model as gpt
 from examples.gpt2.batches import batches as training_batches
 from examples.gpt2.batches import validation_batches
-from examples.gpt2.command import DivergedError, InputError, exit_code
+from examples.gpt2.command import DivergedError, exit_code
 from examples.gpt2.config import Config, as_input, gpt_config, resolve, settings
 from examples.gpt2.folder import run_folder, write_whole
 from examples.gpt2.loop import Actions, Plan, TrainState, loop, train_step
 from examples.gpt2.processes import by_first, connected, is_first, require_alike
-
-__all__ = ["DivergedError", "InputError", "Result", "main", "train"]
 
 
 class Result(NamedTuple):
@@ -82,11 +81,8 @@ def train(
     rate = optimizers.schedule(
         config.learning_rate, config.min_learning_rate, config.warmup, config.steps
     )
-    tx = (
-        optimizer(rate)
-        if optimizer
-        else as_input(lambda: optimizers.build(config.optimizer, rate, config.options))
-    )
+    make = optimizer or functools.partial(optimizers.build, config.optimizer, config.options)
+    tx = as_input(lambda: make(rate))
     with contextlib.ExitStack() as stack:
         if not keep:
             stack.push(lambda kind, *_: _discard_at_its_end(config, kind))
@@ -114,7 +110,7 @@ def train(
             return gpt.loss(nnx.merge(graphdef, params), tokens_BxL)
 
         take = train_step(loss, tx, config.accumulate, placed)
-        evaluate = _mean(loss)
+        evaluate = jax.jit(lambda params, x: jax.lax.map(lambda x: loss(params, x), x).mean())
         tokens_NxBxL = mesh.place(_validation(config, text), devices)
 
         def validate(step: int, state: TrainState) -> None:
@@ -155,15 +151,6 @@ def _first_state(
     params = mesh.make_params(lambda: nnx.to_pure_dict(make()[1]), devices)
     shardings = None if devices is None else adapprox_jax.state_shardings(tx, params)
     return graphdef, TrainState(params, jax.jit(tx.init, out_shardings=shardings)(params))
-
-
-def _mean(loss: Callable[[Any, jax.Array], jax.Array]) -> Callable[[Any, jax.Array], jax.Array]:
-    """Returns the jitted mean loss over batches of tokens (batches, batch, context + 1)."""
-    return jax.jit(
-        lambda params, tokens_NxBxL: jax.lax.map(
-            lambda tokens_BxL: loss(params, tokens_BxL), tokens_NxBxL
-        ).mean()
-    )
 
 
 def _validation(config: Config, text: data.Data) -> np.ndarray:

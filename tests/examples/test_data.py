@@ -86,7 +86,7 @@ def test_a_damaged_cache_is_named(folder, tmp_path, file):
 
 
 def test_split_by_file_is_whole_and_disjoint(folder):
-    texts = data.read_path(folder)
+    texts = data.read_texts(folder)
     train, validation = data.split(texts)
     assert sorted(train + validation) == texts
     assert not {name for name, _ in train} & {name for name, _ in validation}
@@ -96,12 +96,12 @@ def test_split_by_file_is_whole_and_disjoint(folder):
 
 def test_split_depends_on_relative_paths_alone(folder, tmp_path):
     copy = tmp_path / "elsewhere"
-    for name, text in data.read_path(folder):
+    for name, text in data.read_texts(folder):
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         (copy / name).write_text(text, encoding="utf-8")
-    names = [[name for name, _ in part] for part in data.split(data.read_path(folder))]
-    assert names == [[name for name, _ in part] for part in data.split(data.read_path(copy))]
-    reverse = data.split(data.read_path(folder)[::-1])[1]
+    names = [[name for name, _ in part] for part in data.split(data.read_texts(folder))]
+    assert names == [[name for name, _ in part] for part in data.split(data.read_texts(copy))]
+    reverse = data.split(data.read_texts(folder)[::-1])[1]
     assert sorted(name for name, _ in reverse) == names[1]
 
 
@@ -125,7 +125,7 @@ def test_standard_library_is_the_default(monkeypatch, tmp_path):
         (root / name).write_text("x = 1\n")
     (root / "g.py").write_bytes(b"\xff")
     monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(root)})
-    assert [name for name, _ in data.read_standard_library()] == ["a.py", "json/b.py"]
+    assert [name for name, _ in data.read_texts(None)] == ["a.py", "json/b.py"]
 
 
 # ------------------------------------------------------------------------------------ encoding
@@ -141,7 +141,7 @@ def decode(loaded, tokens):
 
 def test_bytes_round_trip(folder, tmp_path):
     loaded = load(folder, tmp_path)
-    expected = "\0".join(text for _, text in data.split(data.read_path(folder))[0]) + "\0"
+    expected = "\0".join(text for _, text in data.split(data.read_texts(folder))[0]) + "\0"
     assert bytes(loaded.train.tolist()).decode() == expected
     assert loaded.tokenizer is None
 
@@ -150,7 +150,7 @@ def test_sentencepiece_round_trip(folder, tmp_path):
     loaded = load(folder, tmp_path, tokenizer="sentencepiece")
     processor = processor_of(loaded)
     assert 256 < processor.vocab_size() <= 300
-    train, validation = data.split(data.read_path(folder))
+    train, validation = data.split(data.read_texts(folder))
     assert decode(loaded, loaded.train) == "".join(text for _, text in train)
     assert decode(loaded, loaded.validation) == "".join(text for _, text in validation)
     strange = "\n\n  \t x\ty  \nnever seen: \u2713 \U0001f600\n    "

@@ -287,13 +287,13 @@ def error_line(capsys):
         (["--mesh", "fsdp=3"], ["is of 3 devices", "of the 8 that are there"]),
         (["--mesh", "data=4,fsdp=2", "--batch-size", "4"], ["into 8", "--batch-size 4"]),
         (["--mesh", "data=8", "--accumulate", "2"], ["into 8", "--accumulate 2"]),
-        (["--processes.coordinator", "here"], ["is here", "HOST:PORT"]),
-        (["--processes.coordinator", "host:99999"], ["is host:99999", "HOST:PORT"]),
-        (["--processes.coordinator", "host:99"], ["count is None", "both are needed"]),
-        (["--processes.count", "2"], ["need a coordinator"]),
+        (["--processes.coordinator", "here"], ["here", "HOST:PORT"]),
+        (["--processes.coordinator", "host:99999"], ["host:99999", "HOST:PORT"]),
+        (["--processes.coordinator", "host:99"], ["host:99, None and None"]),
+        (["--processes.count", "2"], ["None, 2 and None"]),
         (
             ["--processes.coordinator", "h:1", "--processes.count", "2", "--processes.index", "2"],
-            ["--processes.index 2", "from 0 to the count - 1"],
+            ["h:1, 2 and 2"],
         ),
     ],
 )

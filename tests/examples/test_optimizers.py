@@ -16,7 +16,7 @@ PARAMS = {"hidden": jnp.ones((64, 128)), "bias": jnp.ones(128)}
 
 def first_update(name, grads=None, rate=1.0, **options):
     grads = jax.tree.map(jnp.zeros_like, PARAMS) if grads is None else grads
-    tx = build(name, rate, Options(**options))
+    tx = build(name, Options(**options), rate)
     return tx.update(grads, tx.init(PARAMS), PARAMS)[0]
 
 
@@ -41,21 +41,21 @@ def test_a_step_goes_down_the_gradient(name):
 
 def test_gradients_are_clipped_together_where_a_norm_is_given():
     grads = jax.tree.map(lambda x: 1e3 * x, PARAMS)
-    clipped = build("adamw", 1.0, Options(clip_norm=1.0))
+    clipped = build("adamw", Options(clip_norm=1.0), 1.0)
     _, state = clipped.update(grads, clipped.init(PARAMS), PARAMS)
     mu = jax.tree.leaves(state[1][0].mu)
     assert np.sqrt(sum(np.sum(np.square(x)) for x in mu)) == pytest.approx(0.1, rel=1e-5)
 
 
 def test_options_reach_adapprox():
-    tx = build("adapprox", 1.0, Options(max_rank=4, mu_dtype="int8"))
+    tx = build("adapprox", Options(max_rank=4, mu_dtype="int8"), 1.0)
     leaves = jax.tree.leaves(jax.eval_shape(tx.init, PARAMS))
     assert {(64, 4), (128, 4)} <= {leaf.shape for leaf in leaves}
     assert jnp.dtype("int8") in {leaf.dtype for leaf in leaves}
 
 
 def test_the_paper_has_adaptive_ranks():
-    state = jax.eval_shape(build("adapprox-paper", 1.0, Options()).init, PARAMS)
+    state = jax.eval_shape(build("adapprox-paper", Options(), 1.0).init, PARAMS)
     assert (64, 16) in {leaf.shape for leaf in jax.tree.leaves(state)}  # a quarter of 64 columns
 
 

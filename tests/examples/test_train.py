@@ -75,9 +75,8 @@ def test_a_run_leaves_what_people_expect(trained):
     name, out = trained
     names = {path.name for path in out.iterdir()}
     files = {"curves.png", "metrics.jsonl", "process", "settings.json"}
-    assert names == files | {"checkpoints", "tensorboard"}
+    assert names == files | {"checkpoints"}
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert list((out / "tensorboard").glob("events.*"))
     rows = rows_of(out)
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
     steps = 24 if name == "elastic" else 6
@@ -86,7 +85,6 @@ def test_a_run_leaves_what_people_expect(trained):
     checks = [row for row in rows if "validation_loss" in row]
     assert [row["step"] for row in checks] == [steps // 2, steps]
     for row in checks:
-        assert row["perplexity"] == pytest.approx(math.exp(row["validation_loss"]))
         assert ("ranks" in row) == (name != "adamw")
     assert checks[1]["validation_loss"] < checks[0]["validation_loss"] < losses[1]
 
