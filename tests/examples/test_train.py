@@ -16,9 +16,10 @@ import jax
 import numpy as np
 import optax
 import pytest
+import tyro
 from flax import nnx
 
-from examples.gpt2 import checkpoints, loop, metrics, train
+from examples.gpt2 import checkpoints, command, loop, metrics, optimizers, train
 from examples.gpt2 import config as settings
 from examples.gpt2 import model as gpt
 from examples.gpt2.folder import run_folder
@@ -179,6 +180,33 @@ def test_ctrl_c_at_any_moment_of_a_process(work):
     assert train.main([*command, "--resume"]) == 0
     assert train.main([*arguments(work, "whole", *long), "--optimizer", "adamw"]) == 0
     assert_equal_bits(saved(work / "stopped", 800), saved(work / "whole", 800))
+
+
+def test_a_run_that_is_not_kept_goes_on_and_leaves_numbers_alone(work, run_of, monkeypatch):
+    """With an optimizer that no option names."""
+    config = tyro.cli(settings.Config, args=arguments(work, "given"))
+
+    def adamw(rate):
+        return optax.adamw(rate, 0.9, 0.999, weight_decay=0.1, mask=optimizers.is_matrix)
+
+    real = metrics.Metrics.validate
+
+    def interrupted(rows, step, *others):
+        real(rows, step, *others)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(metrics.Metrics, "validate", interrupted)
+    with pytest.raises(command.Terminated, match="after step 4"):
+        train.train(config, optimizer=adamw, keep=False)
+    monkeypatch.undo()
+    config = dataclasses.replace(config, resume=True)
+    result = train.train(config, optimizer=adamw, keep=False)
+    rows = [row for row in rows_of(run_of("adamw")) if "validation_loss" in row]
+    assert result.curve == [(row["step"], row["validation_loss"]) for row in rows]
+    assert (result.settings["seed"], "optimizer" in result.settings) == (0, False)
+    assert result.memory["state_mib"] == pytest.approx(result.memory["adamw_state_mib"], rel=1e-3)
+    names = {path.name for path in (work / "given").iterdir()}
+    assert names == {"metrics.jsonl", "process", "settings.json"}
 
 
 def test_a_text_of_one_long_line_is_trained_on(work):
