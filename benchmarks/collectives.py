@@ -1,4 +1,4 @@
-"""What a compiled program moves between devices, read from its text."""
+"""Operations of a compiled program that move data between devices, read from its text."""
 
 import re
 from typing import NamedTuple
@@ -12,7 +12,7 @@ _KINDS = (
 
 
 class Collective(NamedTuple):
-    """An operation between devices: its kind, and the arrays that each device has after it."""
+    """An operation between devices, with the arrays that each device has after it."""
 
     kind: str
     shape: str
@@ -20,7 +20,7 @@ class Collective(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its results, each time that it is done."""
+        """Bytes of its results in one execution of the program."""
         return self.times * nbytes_of(self.shape)
 
 
@@ -28,7 +28,7 @@ def collectives_of(text: str) -> list[Collective]:
     """The operations between devices in one execution of a program; all branches are taken.
 
     Args:
-      text: Of the optimized program, `compiled.as_text()`.
+      text: The optimized program, `compiled.as_text()`.
     """
     return _within(computations_of(text), "ENTRY", 1)
 
@@ -46,9 +46,9 @@ def _within(computations: Computations, name: str, times: int) -> list[Collectiv
 
 
 def _result(instruction: Instruction) -> str:
-    """The shape of the arrays that are there afterwards.
+    """The shape of the results.
 
-    Where an operation runs beside other work, its operands may stand before them.
+    Where an operation runs beside other work, its operands may stand before its results.
     """
     shape = instruction.shape
     kind = instruction.operation
@@ -60,7 +60,7 @@ def _result(instruction: Instruction) -> str:
 
 
 def _called(rest: str) -> list[str]:
-    """Computations that an instruction runs; not those that reduce or are fused."""
+    """Computations that an instruction runs, without reductions and fused ones."""
     names = re.findall(r"(?:body|true_computation|false_computation)=%([\w.\-]+)", rest)
     branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
     names += re.findall(r"%([\w.\-]+)", branches[1]) if branches else []

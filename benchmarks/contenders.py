@@ -1,60 +1,115 @@
-"""The optimizers that are compared, each with momentum, clip and decay where it has them.
+"""Optimizers with their settings, by name, for the benchmarks of speed, memory and programs.
 
-SM3, GaLore and Muon are those of the study of losses: the latter two of hidden matrices, with Adam
-elsewhere.
+Each has momentum, clip and weight decay where it has them at all. `loss_study` has its own table,
+with tuned rates.
 """
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 
+import jax
 import optax
+import optax.contrib
 
 import adapprox_jax
-from examples.gpt2.optimizers import AdapproxOptions, Hyperparameters, Name, build
-from examples.opponents.came import came
+from benchmarks.opponents.came import came
 
 RATE, DECAY = 1e-4, 0.1
 
 
-def adafactor(b1: float = 0.9) -> optax.GradientTransformation:
-    """Adafactor's rank-1 second moment with the rest of Adapprox's chain; no average for b1 = 0."""
+def adafactor(
+    rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    mu_dtype: str | None = None,
+    weight_decay: float = DECAY,
+    mask: Any = None,
+) -> optax.GradientTransformation:
+    """Adafactor's factored second moment with the clip, the average and the decay of Adapprox.
+
+    `optax.adafactor` would scale the rate by the size of each parameter.
+
+    Args:
+      rate: Learning rate.
+      b1: Decay of the average of updates; 0 for no average.
+      mu_dtype: As of `adapprox_jax.guided_ema`; None for an average in the parameters' type.
+      weight_decay: Multiplied by the learning rate.
+      mask: Which leaves decay.
+    """
+    average = optax.ema(b1, debias=False) if b1 else optax.identity()
+    if mu_dtype is not None:
+        average = adapprox_jax.guided_ema(b1, mu_dtype=mu_dtype)
     return optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),
-        optax.ema(b1, debias=False) if b1 else optax.identity(),
-        optax.add_decayed_weights(DECAY),
-        optax.scale_by_learning_rate(RATE),
+        average,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(rate),
     )
 
 
-def _adapprox(**settings: object) -> optax.GradientTransformation:
+def muon(
+    rate: optax.ScalarOrSchedule,
+    b1: float = 0.95,
+    other_rate: float = 1.0,
+    weight_decay: float = DECAY,
+    mask: Any = None,
+) -> optax.GradientTransformation:
+    """Optax's Muon for the matrices that `adapprox_muon` makes orthogonal, with Adam for the rest.
+
+    Args:
+      rate: Learning rate of the hidden matrices.
+      b1: Their momentum.
+      other_rate: Times the learning rate: the rate of the other parameters.
+      weight_decay: Multiplied by the learning rate, of hidden matrices and others alike.
+      mask: Which leaves decay.
+    """
+    directions = optax.contrib.muon(
+        learning_rate=-1.0,
+        beta=b1,
+        consistent_rms=0.2,
+        adam_b1=0.9,
+        adam_b2=0.95,
+        adam_learning_rate=-other_rate,
+        muon_weight_dimension_numbers=_hidden_numbers,
+    )
+    return optax.chain(
+        directions,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
+def _hidden_numbers(params: Any) -> Any:
+    """Optax's dimension numbers for hidden matrices, and None for other parameters."""
+    numbers = optax.contrib.MuonDimensionNumbers()
+    hidden = adapprox_jax.hidden_matrices(params)
+    return jax.tree.map(lambda is_hidden: numbers if is_hidden else None, hidden)
+
+
+def _adapprox(**settings: Any) -> optax.GradientTransformation:
     return adapprox_jax.adapprox(RATE, weight_decay=DECAY, **settings)
 
 
-def _of_study(name: Name) -> optax.GradientTransformation:
-    hyper = Hyperparameters(weight_decay=DECAY, decays="everything")
-    return build(name, RATE, hyper, AdapproxOptions())
+def _adapprox_muon(**settings: Any) -> optax.GradientTransformation:
+    return adapprox_jax.adapprox_muon(RATE, weight_decay=DECAY, **settings)
 
 
 CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
-    "adafactor": adafactor,
+    "adafactor": lambda: adafactor(RATE),
     "adapprox": _adapprox,
     "adapprox rank 16": lambda: _adapprox(max_rank=16),
     "adapprox 8 bits": lambda: _adapprox(mu_dtype="int8"),
+    "adapprox rank 16, 8 bits": lambda: _adapprox(max_rank=16, mu_dtype="int8"),
     "adapprox 1 to 64": lambda: _adapprox(initial_rank=1, max_rank=64),
-    # Ranks of 1 to 16 in use in wide buffers: the gradients of `inputs.py` have such ranks.
+    # Ranks of 1 to 16 in wide buffers: the gradients of `inputs.py` have such ranks.
     "adapprox 1 to 16 of 192": lambda: _adapprox(
         initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5
     ),
     "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
-    "adapprox_muon": lambda: adapprox_jax.adapprox_muon(RATE, weight_decay=DECAY),
-    "adapprox_muon rank 8": lambda: adapprox_jax.adapprox_muon(
-        RATE, weight_decay=DECAY, second_moment=True
-    ),
-    "adapprox_muon 4 bits": lambda: adapprox_jax.adapprox_muon(
-        RATE, weight_decay=DECAY, mu_dtype="int4"
-    ),
+    "adapprox_muon": _adapprox_muon,
+    "adapprox_muon rank 8": lambda: _adapprox_muon(second_moment=True),
+    "adapprox_muon 4 bits": lambda: _adapprox_muon(mu_dtype="int4"),
     "came": lambda: came(RATE, weight_decay=DECAY),
-    **{name: partial(_of_study, name) for name in ("sm3", "galore", "muon")},
+    "muon": lambda: muon(RATE),
 }

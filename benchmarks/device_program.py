@@ -1,13 +1,11 @@
-"""What a whole step becomes on an H100, without one: `python -m benchmarks.device_program`.
+"""The program of a step for an H100 that need not be there: `python -m benchmarks.device_program`.
 
-Compiles update and `apply_updates`, with parameters and state donated, for a GPU that need not be
-there, and counts kernels, library calls, branches and bytes (`program_counts`). `make
-device-program` makes the environment that this needs and runs it there. Results go to
-`results/speed/device_program_<model>.json`.
+Compiles update and `apply_updates`, with parameters and state donated, and counts kernels, library
+calls, branches and bytes (`program_counts`). `make device-program` makes the environment that this
+needs and runs it there. Results go to `results/speed/device_program_<model>.json`.
 """
 
 import pathlib
-import shlex
 import time
 from typing import Any, Literal
 
@@ -17,13 +15,14 @@ import optax
 import tyro
 from tqdm import tqdm
 
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.h100 import compile_for_h100, is_available
 from benchmarks.inputs import parameter_shapes
 from benchmarks.program_counts import count
+from benchmarks.steps import update_step
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
+RESULTS = records.RESULTS / "speed"
 STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
 ROWS = (
     *("adamw", "adafactor", "came", "muon", "adapprox_muon", "adapprox_muon rank 8"),
@@ -34,7 +33,7 @@ ROWS = (
 
 
 def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters with those of all layers in one array each, the layer in front."""
+    """The parameters with those of all layers stacked along a first axis."""
     layers: dict[str, list[jax.ShapeDtypeStruct]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         name = jax.tree_util.keystr(tuple(key for key in path if not isinstance(key.key, int)))
@@ -51,16 +50,12 @@ def program_of(tx: optax.GradientTransformation, shapes: Any) -> Any:
     """The compiled step of an optimizer for parameters of these shapes, in float32."""
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
 
-    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     state = jax.eval_shape(tx.init, params)
-    return compile_for_h100(step, params, params, state, donate_argnums=(1, 2))
+    return compile_for_h100(update_step(tx), params, params, state, donate_argnums=(1, 2))
 
 
 def record_of(name: str, shapes: Any) -> dict[str, Any]:
-    """The counts of one row, of a step that chooses ranks too where that takes longer."""
+    """The counts of one row; the longest branch is a step that chooses ranks."""
     contender = name.removesuffix(STACKED)
     start = time.perf_counter()
     compiled = program_of(CONTENDERS[contender](), stacked(shapes) if name != contender else shapes)
@@ -90,9 +85,9 @@ def main(
     """Compiles each optimizer's step, prints a table and writes JSON.
 
     Args:
-      model: Whose parameters.
-      rows: Names from `benchmarks/contenders.py`, of stacked layers with ", stacked" after them.
-      output: Where the JSON goes.
+      model: The model with the parameters.
+      rows: Names from `benchmarks/contenders.py`; ", stacked" behind a name stacks the layers.
+      output: File for the JSON.
     """
     unknown = [name for name in rows if name.removesuffix(STACKED) not in CONTENDERS]
     if unknown:
@@ -102,39 +97,33 @@ def main(
         raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
     shapes = parameter_shapes(model)
     result = {
-        "command": shlex.join(["python", "-m", "benchmarks.device_program", "--model", model]),
+        **records.header(),
         "device": "H100, from its description",
-        "jax": jax.__version__,
         "records": {},
     }
     path = output or RESULTS / f"device_program_{model}.json"
     for name in tqdm(rows, unit="program"):
         result["records"][name] = record_of(name, shapes)
-        record_files.write(path, result)
-    print_table(result["records"])
+        records.write(path, result)
+    print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def print_table(records: dict[str, dict[str, Any]]) -> None:
-    """Prints one line a row, with the roofline over that of the first."""
-    first = next(iter(records.values()))["roofline_ms"]
-    columns = [
-        "",
-        "kernels",
-        "library calls",
-        "branches",
-        "GB moved",
-        "roofline ms",
-        "over the first",
-    ]
-    print("| " + " | ".join([*columns, "temporaries MiB"]) + " |")
-    print("| --- |" + " ---: |" * len(columns))
-    for name, r in records.items():
-        cells = [str(r[key]) for key in ("kernels", "library_calls", "branches")]
-        cells += [f"{r[key]:.2f}" for key in ("gb_moved", "roofline_ms")]
-        cells += [f"{r['roofline_ms'] / first:.2f}", f"{r['temporaries_mib']:.0f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """A row for each program, with its roofline over that of the first one."""
+    first = next(iter(rows))
+    titles = ["", "kernels", "library calls", "branches", "GB moved", "roofline ms"]
+    titles += [f"over {first}", "with a choice of ranks, ms", "temporaries MiB"]
+    cells = []
+    for name, r in rows.items():
+        longest = r["roofline_ms_of_longest_branch"]
+        counts = [str(r[key]) for key in ("kernels", "library_calls", "branches")]
+        times = [f"{r['gb_moved']:.2f}", f"{r['roofline_ms']:.2f}"]
+        times += [f"{r['roofline_ms'] / rows[first]['roofline_ms']:.2f}"]
+        times += [f"{longest:.2f}" if r["branches"] else ""]
+        cells.append([name, *counts, *times, f"{r['temporaries_mib']:.0f}"])
+    return records.table(titles, cells)
 
 
 if __name__ == "__main__":

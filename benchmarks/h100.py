@@ -1,6 +1,6 @@
-"""Programs for an H100 without one: XLA compiles from a description of the device.
+"""Compiles programs for an H100 that need not be there, from a description of the device.
 
-Needs Python 3.12 with `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12` beside JAX
+This needs Python 3.12 with `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-cuda-nvcc-cu12`
 (`make device-program` installs them), and neither CUDA's libraries nor a GPU.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-# Facts of the device, from its data sheet and CUDA's occupancy tables.
+# From the data sheet and CUDA's occupancy tables.
 H100 = """
 gpu_device_info {
   cuda_compute_capability { major: 9 minor: 0 }
@@ -32,7 +32,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 def is_available() -> bool:
-    """Whether JAX's plugin for CUDA is installed, whose compiler this uses."""
+    """Whether JAX's plugin for CUDA, which has the compiler, is installed."""
     return importlib.util.find_spec("jax_cuda12_plugin") is not None
 
 
@@ -41,7 +41,7 @@ def mesh_of_h100s(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.shardin
 
     Args:
       shape: Devices along each axis.
-      names: Of the axes.
+      names: Names of the axes.
     """
     devices = math.prod(shape)
     described = topologies.get_topology_desc(
@@ -57,12 +57,12 @@ def compile_for_h100(function: Callable[..., Any], *arguments: Any, **jit_option
     """Compiles a function for one H100.
 
     Args:
-      function: To be jitted.
-      arguments: Abstract: trees of anything with a shape and a dtype.
-      jit_options: Of `jax.jit`.
+      function: The function, not jitted.
+      arguments: Trees of anything with a shape and a dtype.
+      jit_options: Options of `jax.jit`.
 
     Returns:
-      What `lower(...).compile()` gives.
+      The result of `lower(...).compile()`.
     """
     mesh = mesh_of_h100s((1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())

@@ -28,8 +28,8 @@ def random_like(shapes: Any, seed: int) -> Any:
 def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
     """Gradients of random sign whose magnitudes have rank 1, 2, ... `largest_rank`, 1, ... by leaf.
 
-    The magnitude is a sum of outer products of log-normal vectors, so that its square's root,
-    what Adapprox factors, has that rank as long as the magnitude stays.
+    A magnitude is a sum of outer products of log-normal vectors. The root of its square, which
+    Adapprox factors, has that rank as long as the gradients stay the same.
     """
     leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))

@@ -1,277 +1,277 @@
-"""Trains what docs/results.md compares: `python -m benchmarks.loss_study`.
+"""Compares optimizers by validation loss, each at its best peak rate.
 
-The best peak rate of each entry of `loss_entries` is looked for by factors of 2, of some then of
-its square root, until it has a worse one on either side; where the first seed finds rates close,
-three seeds decide (`tune`). A finished run is a line of `results/loss/study.jsonl` and is never
-done again. The command can be stopped: a run then saves a checkpoint, from which the same command
-goes on. Several can share the work. `python -m benchmarks.report` makes the page.
+    python -m benchmarks.loss_study adapprox "AdamW b2 0.999, clipped" --seeds 3
+    python -m benchmarks.loss_study adapprox --seeds 3 --rates 2.4e-3
+
+Peak rates are tried by factors of the square root of 2 around a contender's first one, until the
+best has a worse one on either side. Every rate runs with every seed. A seed draws the same
+parameters and batches for all contenders, so that differences are paired. A finished run is a line
+of `runs.jsonl` in the study's folder and is not done again: after Ctrl-C or SIGTERM the same
+command goes on. Runs belong to the code that made them, so give another folder to new code.
 """
 
-import contextlib
-import functools
-import hashlib
+import dataclasses
+import json
 import math
-import os
 import pathlib
-import signal
-import statistics
-import threading
-import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+import platform
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
 
+import jax
+import optax
 import tyro
-from tqdm import tqdm
 
-from benchmarks.loss_entries import GROUPS, GROUPS_OF, SETTINGS, TUNED_IN, Entry
-from examples.gpt2 import rate_grid
-from examples.gpt2.command import exit_code
-from examples.gpt2.compare import loss_of, trained
-from examples.gpt2.config import Config, load_data, resolve, settings
-from examples.gpt2.loop import Terminated
-from examples.gpt2.metrics import DivergedError
-from examples.gpt2.run import run
+import adapprox_jax
+from benchmarks import contenders, loss_tables
+from benchmarks.opponents.adam_8_bits import scale_by_adam_8_bits
+from benchmarks.opponents.came import came
+from examples.gpt2.config import Config
+from examples.gpt2.train import DivergedError, train
 
-STUDY = pathlib.Path(__file__).parents[1] / "results" / "loss" / "study.jsonl"
+Make = Callable[[optax.Schedule], optax.GradientTransformation]
 
-CLOSE = 0.03  # nats: seeds differ by about as much in how they rank neighbouring rates
-DECIDING = 3  # seeds whose mean decides between close rates
+DECAY = 0.1
+_LARGER = Config(width=256, heads=8, eval_every=100)
+SETTINGS = {
+    "code": Config(),
+    "prose": Config(data=pathlib.Path("/usr/share/vim/vim90/doc")),  # Debian's vim-runtime
+    "larger": _LARGER,
+    "longer": dataclasses.replace(_LARGER, steps=4000, warmup=200, eval_every=400),
+}
 
-_CHECKPOINT_EVERY = 500  # steps; an interruption saves one in any case
 
-Lookup = Callable[[float, int], dict[str, Any] | None]  # of a peak rate and a seed: the record
+class Contender(NamedTuple):
+    """An optimizer with its settings, and a peak rate near its best one."""
 
-
-class Tuned(NamedTuple):
-    """An entry's runs: of each rate those of its seeds, and those of all seeds at the best."""
-
-    grid: dict[float, list[dict[str, Any]]]
+    make: Make
     rate: float
-    runs: list[dict[str, Any]]
 
 
-def tune(entry: Entry, result: Lookup) -> Tuned | None:
-    """Looks for the best rate of an entry, and runs its seeds there.
-
-    Rates are tried with the first seed by factors of 2, of an entry that is `finer` then by
-    factors of its square root, until the best has a worse one on either side. One seed does not
-    tell rates apart whose losses are close: those within `CLOSE` of the least run with three, if
-    the entry has as many, and the mean decides.
-
-    Args:
-      entry: What is trained.
-      result: The record of a run, done now if need be; None where there is none.
-
-    Returns:
-      Its runs; None where one is missing.
-    """
-    runs: dict[tuple[int, int], dict[str, Any]] = {}  # by place and seed
-
-    def loss(place: int, seed: int = 0) -> float:
-        if (place, seed) not in runs:
-            found = result(_rate_at(entry, place), seed)
-            if found is None:
-                raise _MissingError
-            runs[place, seed] = found
-        return loss_of(runs[place, seed])
-
-    def mean(place: int) -> float:
-        return statistics.mean(loss(place, seed) for seed in range(min(entry.seeds, DECIDING)))
-
-    grid: dict[int, float] = {}  # losses of the first seed
-
-    def least() -> int:
-        return min(grid, key=lambda place: grid[place])
-
-    def decided() -> int:
-        close = [place for place in grid if grid[place] < grid[least()] + CLOSE]
-        return min(close or [least()], key=mean)
-
-    def between_worse(best: int, step: int, choose: Callable[[], int]) -> int:
-        while wanted := [x for x in (best, best - step, best + step) if x not in grid]:
-            grid.update({place: loss(place) for place in wanted})
-            best = choose()
-        return best
-
-    best, steps = 0, (2, 1) if entry.finer else (2,)
-    try:
-        for step in steps:
-            best = between_worse(best, step, least)
-        best = between_worse(decided(), steps[-1], decided)
-        for seed in range(entry.seeds):
-            loss(best, seed)
-    except _MissingError:
-        return None
-    by_rate = {
-        _rate_at(entry, place): [runs[key] for key in sorted(runs) if key[0] == place]
-        for place in sorted(grid)
-    }
-    rate = _rate_at(entry, best)
-    return Tuned(by_rate, rate, by_rate[rate])
+def is_matrix(params: Any) -> Any:
+    """The leaves that decay: those with two axes or more."""
+    return jax.tree.map(lambda leaf: leaf.ndim >= 2, params)
 
 
-class _MissingError(Exception):
-    """A run is not among the records."""
+def _is_other(params: Any) -> Any:
+    return jax.tree.map(lambda hidden: not hidden, adapprox_jax.hidden_matrices(params))
 
 
-def _rate_at(entry: Entry, place: int) -> float:
-    """The peak rate so many factors of the square root of 2 above an entry's first."""
-    return entry.rate * 2 ** (place / 2)
-
-
-def config_of(entry: Entry, setting: str, rate: float, seed: int) -> Config:
-    """The configuration of one run."""
-    digest = hashlib.sha256(repr((entry.hyper, entry.options)).encode()).hexdigest()[:12]
-    name = f"{setting}-{entry.optimizer}-{rate:g}-{seed}-{digest}"
-    return Config(
-        optimizer=entry.optimizer,
-        learning_rate=rate,
-        seed=seed,
-        hyper=entry.hyper,
-        adapprox=entry.options,
-        out=pathlib.Path("runs/study") / name,
-        checkpoint_every=_CHECKPOINT_EVERY,
-        **SETTINGS[setting],
+def _with_decay(directions: optax.GradientTransformation, other_rate: float = 1.0) -> Make:
+    """Directions with weight decay; those of parameters outside hidden matrices are multiplied."""
+    return lambda rate: optax.chain(
+        directions,
+        optax.masked(optax.scale(other_rate), _is_other),
+        optax.add_decayed_weights(DECAY, is_matrix),
+        optax.scale_by_learning_rate(rate),
     )
 
 
-def recorded(entry: Entry, setting: str, key: str, rows: list[dict[str, Any]]) -> Lookup:
-    """Finds the runs of an entry among records.
+def _clipped(directions: optax.GradientTransformation) -> optax.GradientTransformation:
+    """With all gradients together clipped at norm 1."""
+    return optax.chain(optax.clip_by_global_norm(1.0), directions)
+
+
+def _decayed(make: Callable[..., optax.GradientTransformation], **settings: Any) -> Make:
+    """An optimizer that has a weight decay of its own."""
+    return lambda rate: make(rate, weight_decay=DECAY, mask=is_matrix, **settings)
+
+
+def _adapprox(**settings: Any) -> Make:
+    return _decayed(adapprox_jax.adapprox, **settings)
+
+
+def _adapprox_muon(b1: float = 0.8, rate_elsewhere: float = 2.0, **settings: Any) -> Make:
+    """With the settings that were tuned for these runs."""
+    muon = adapprox_jax.adapprox_muon
+    return _decayed(muon, b1=b1, rate_elsewhere=rate_elsewhere, **settings)
+
+
+_ADAMW = _clipped(optax.scale_by_adam(b2=0.999))
+_EXACT = {"min_dim_size_to_factor": 100_000}  # no side is as long, so nothing is factored
+CONTENDERS: dict[str, Contender] = {
+    "adapprox": Contender(_adapprox(), 2.4e-3),
+    "adapprox 8 bits": Contender(_adapprox(mu_dtype="int8"), 2.4e-3),
+    "adapprox 4 bits": Contender(_adapprox(mu_dtype="int4"), 2.4e-3),
+    "adapprox rank 16": Contender(_adapprox(max_rank=16), 2.4e-3),
+    "adapprox ranks from 1 to a quarter": Contender(
+        _adapprox(initial_rank=1, max_rank=0.25), 2.4e-3
+    ),
+    "adapprox no average": Contender(_adapprox(b1=0.0), 1.2e-3),
+    "adapprox 4 bits, other parameters x8": Contender(
+        _with_decay(adapprox_jax.adapprox(-1.0, weight_decay=0.0, mu_dtype="int4"), 8.0), 2.4e-3
+    ),
+    "adapprox_muon": Contender(_adapprox_muon(), 1.2e-2),
+    "adapprox_muon 8 bits": Contender(_adapprox_muon(mu_dtype="int8"), 1.2e-2),
+    "adapprox_muon 4 bits": Contender(_adapprox_muon(mu_dtype="int4"), 1.2e-2),
+    "adapprox_muon rank 8": Contender(_adapprox_muon(second_moment=True), 1.2e-2),
+    "adapprox_muon b1 0.95": Contender(_adapprox_muon(b1=0.95), 1.2e-2),
+    "adapprox_muon defaults": Contender(_adapprox_muon(b1=0.95, rate_elsewhere=1.0), 1.2e-2),
+    "adapprox_muon no average": Contender(_adapprox_muon(b1=0.0, b1_elsewhere=0.0), 1.2e-2),
+    "NorMuon": Contender(_adapprox_muon(**_EXACT), 1.2e-2),
+    "AdaMuon": Contender(_adapprox_muon(second_moment=True, **_EXACT), 1.2e-2),
+    "AdamW b2 0.95, clipped": Contender(
+        _with_decay(_clipped(optax.scale_by_adam(b2=0.95))), 2.4e-3
+    ),
+    "AdamW b2 0.999, clipped": Contender(_with_decay(_ADAMW), 2.4e-3),
+    "AdamW b2 0.999, clipped, other parameters x8": Contender(_with_decay(_ADAMW, 8.0), 2.4e-3),
+    "AdamW 8 bits, b2 0.999, clipped": Contender(
+        _with_decay(_clipped(scale_by_adam_8_bits())), 2.4e-3
+    ),
+    "Adafactor": Contender(_decayed(contenders.adafactor), 2.4e-3),
+    "Adafactor 4 bits": Contender(_decayed(contenders.adafactor, mu_dtype="int4"), 2.4e-3),
+    "Adafactor 4 bits, other parameters x8": Contender(
+        _with_decay(contenders.adafactor(-1.0, mu_dtype="int4", weight_decay=0.0), 8.0), 2.4e-3
+    ),
+    "CAME": Contender(_decayed(came), 3e-4),
+    "Muon": Contender(_decayed(contenders.muon, b1=0.9, other_rate=4.0), 1.2e-2),
+    "Muon b1 0.8, other parameters x2": Contender(
+        _decayed(contenders.muon, b1=0.8, other_rate=2.0), 2.4e-2
+    ),
+}
+
+
+def tune(loss: Callable[[float], float], first: float) -> float:
+    """Looks for the best peak rate by factors of the square root of 2.
 
     Args:
-      entry: What was trained.
-      setting: Where.
-      key: The digest of its text.
-      rows: The records.
-    """
-
-    def result(rate: float, seed: int) -> dict[str, Any] | None:
-        return rate_grid.find(rows, settings(resolve(config_of(entry, setting, rate, seed)), key))
-
-    return result
-
-
-def tuned(entry: Entry, setting: str, look_up: Callable[[str], Lookup]) -> Tuned | None:
-    """The runs of an entry in a setting, at the best rate there or where rates are taken from.
-
-    Args:
-      entry: What is trained.
-      setting: Where.
-      look_up: From a setting to the runs there.
+      loss: The loss at a rate, infinite where it diverges.
+      first: The rate to begin with.
 
     Returns:
-      As `tune`.
+      The best rate; both of its neighbours were tried and are no better.
+
+    Raises:
+      ValueError: If the loss is infinite at the first rate and at both of its neighbours.
     """
-    if setting not in TUNED_IN:
-        return tune(entry, look_up(setting))
-    elsewhere = tune(entry, look_up(TUNED_IN[setting]))
-    if elsewhere is None:
-        return None
-    runs = [look_up(setting)(elsewhere.rate, seed) for seed in range(entry.seeds)]
-    whole = [run for run in runs if run is not None]
-    return Tuned({}, elsewhere.rate, whole) if len(whole) == len(runs) else None
+    losses: dict[int, float] = {}
+    best = 0
+    while missing := {best - 1, best, best + 1} - losses.keys():
+        losses |= {place: loss(first * 2 ** (place / 2)) for place in sorted(missing)}
+        best = min(losses, key=lambda place: losses[place])
+        if math.isinf(losses[best]):
+            raise ValueError(f"all runs near a peak rate of {first:g} diverge")
+    return first * 2 ** (best / 2)
 
 
-def entries(
-    groups: tuple[str, ...], where: tuple[str, ...], labels: tuple[str, ...] = ()
-) -> Iterator[tuple[str, str, Entry]]:
-    """Setting, label and entry of all that is asked for; no labels for all."""
-    for setting in where:
-        for group in GROUPS_OF[setting]:
-            for label, entry in GROUPS[group].items():
-                if group in groups and (not labels or label in labels):
-                    yield setting, label, entry
+class Study:
+    """The runs of one setting in one folder."""
+
+    def __init__(self, setting: str, config: Config, folder: pathlib.Path) -> None:
+        """Reads the runs that are there."""
+        self.setting, self.config, self.folder = setting, config, folder
+        self.rows = loss_tables.read(self.file) if self.file.exists() else []
+
+    @property
+    def file(self) -> pathlib.Path:
+        """The records."""
+        return self.folder / "runs.jsonl"
+
+    def losses(self, name: str, rate: float, seeds: Sequence[int]) -> list[float]:
+        """The losses of a contender at a rate, from runs that are made now if they are missing."""
+        return [loss_tables.loss_of(self._run(name, rate, seed)) for seed in seeds]
+
+    def _run(self, name: str, rate: float, seed: int) -> dict[str, Any]:
+        for row in self.rows:
+            used = row["settings"]
+            same = (row["setting"], row["contender"], used["seed"]) == (self.setting, name, seed)
+            if same and math.isclose(used["learning_rate"], rate):
+                return row
+        words = re.sub(r"\W+", "-", f"{self.setting} {name} {rate:g} {seed}")
+        out = self.folder / words
+        print(f"-- {self.setting}, {name}, peak rate {rate:g}, seed {seed}", flush=True)
+        config = dataclasses.replace(
+            self.config,
+            learning_rate=rate,
+            seed=seed,
+            out=out,
+            resume=any((out / "checkpoints").glob("[0-9]*")),
+        )
+        row = {"setting": self.setting, "contender": name, **_trained(config, name)}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        is_broken = self.file.exists() and not self.file.read_bytes().endswith(b"\n")
+        with open(self.file, "a") as file:
+            file.write("\n" * is_broken + json.dumps(row) + "\n")
+        self.rows.append(row)
+        jax.clear_caches()  # each run compiles its own functions
+        return row
+
+
+def _trained(config: Config, name: str) -> dict[str, Any]:
+    """The record of one run; its loss is None where it diverged."""
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "code": _revision()}
+    try:
+        result = train(config, optimizer=CONTENDERS[name].make, keep=False)
+    except DivergedError as error:
+        print(f"diverged: {error}")
+        used = {"learning_rate": config.learning_rate, "seed": config.seed}
+        nothing = {"validation_loss": None, "curve": [], "memory": None, "seconds": None}
+        return {"settings": used, **nothing, "versions": versions}
+    # The settings' own optimizer was not used.
+    used = {k: v for k, v in result.settings.items() if k not in _OF_OPTIMIZER}
+    return {**result._asdict(), "settings": used, "versions": versions}
+
+
+_OF_OPTIMIZER = ("optimizer", "optimizer_settings", "options")
+
+
+def _revision() -> str:
+    """The commit of this clone, with "-dirty" where files differ; empty outside of a clone."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    folder = pathlib.Path(__file__).parent
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def main(
-    groups: tuple[str, ...] = tuple(GROUPS),
-    where: tuple[str, ...] = tuple(SETTINGS),
-    labels: tuple[str, ...] = (),
-    minutes: float = math.inf,
-    part: int = 0,
-    parts: int = 1,
+    names: Annotated[tuple[str, ...], tyro.conf.Positional],
+    /,
+    setting: Literal["code", "prose", "larger", "longer"] = "code",
+    seeds: int = 3,
+    rates: tuple[float, ...] = (),
+    baseline: str | None = None,
+    folder: pathlib.Path = pathlib.Path("runs/loss_study"),
 ) -> None:
-    """Trains what is missing.
+    """Trains what is missing, prints a table, and draws loss against bytes of state.
 
     Args:
-      groups: Of `loss_entries`.
-      where: Settings of `loss_entries`.
-      labels: Of entries in these groups; none for all.
-      minutes: In all; then the run at work saves and ends.
-      part: Which part of the entries is worked on, from 0.
-      parts: Into how many they are divided: one for each process.
+      names: Contenders, of the table in this file.
+      setting: The model and the text.
+      seeds: How many, from 0.
+      rates: Peak rates to try instead of a search.
+      baseline: The contender that others are compared with; none for the first one.
+      folder: For the runs, the records and the picture.
     """
-    all_labels = [label for group in GROUPS.values() for label in group]
-    for name, given, allowed in (
-        ("groups", groups, GROUPS),
-        ("where", where, SETTINGS),
-        ("labels", labels, all_labels),
-    ):
-        unknown = [x for x in given if x not in allowed]
-        if unknown:
-            raise SystemExit(f"{name} has {unknown}; allowed: {'; '.join(allowed)}.")
-    if not 0 <= part < parts:
-        raise SystemExit(f"part is {part}; allowed: from 0 to parts - 1 = {parts - 1}.")
-    chosen = _share(list(entries(groups, where, labels)), part, parts)
-    end = time.monotonic() + 60 * minutes
-    with _terminated_after(60 * minutes):
-        code = exit_code(lambda: _train(chosen, end), "the same command")
-    if code:
-        raise SystemExit(code)
+    unknown = [name for name in names if name not in CONTENDERS]
+    if unknown or not names:
+        raise SystemExit(f"contenders are {list(names)}; allowed: {'; '.join(CONTENDERS)}.")
+    baseline = baseline or names[0]
+    if baseline not in names:
+        raise SystemExit(f"--baseline is {baseline!r}; allowed: {'; '.join(names)}.")
+    if seeds < 1 or any(not 0 < rate < math.inf for rate in rates):
+        raise SystemExit(f"{seeds=}, {rates=}; allowed: at least 1 seed, and rates above 0.")
+    study = Study(setting, SETTINGS[setting], folder)
 
+    def mean(name: str, rate: float) -> float:
+        return math.fsum(study.losses(name, rate, range(seeds))) / seeds
 
-def _share(
-    chosen: list[tuple[str, str, Entry]], part: int, parts: int
-) -> list[tuple[str, str, Entry]]:
-    """One process's part; what begins with the same run is one process's, whatever its labels."""
-    first_runs = [config_of(entry, setting, entry.rate, 0).out for setting, _, entry in chosen]
-    order = {out: number for number, out in enumerate(dict.fromkeys(first_runs))}
-    shared = zip(first_runs, chosen, strict=True)
-    return [one for out, one in shared if order[out] % parts == part]
-
-
-@contextlib.contextmanager
-def _terminated_after(seconds: float) -> Iterator[None]:
-    """Within, this process gets a SIGTERM when the time is up, at which a run saves."""
-    if math.isinf(seconds):
-        yield
-        return
-    alarm = threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGTERM))
-    if seconds > 0:
-        alarm.start()
     try:
-        yield
-    finally:
-        alarm.cancel()
-
-
-def _train(chosen: list[tuple[str, str, Entry]], end: float) -> None:
-    """Trains what is missing of settings, labels and entries; no run begins after `end`."""
-    where = {setting for setting, *_ in chosen}
-    where |= {TUNED_IN[setting] for setting in where if setting in TUNED_IN}
-    keys = {setting: load_data(resolve(Config(**SETTINGS[setting]))).key for setting in where}
-
-    def made(entry: Entry, setting: str) -> Lookup:
-        """Finds the runs of an entry, and makes those that are missing."""
-
-        def result(rate: float, seed: int) -> dict[str, Any] | None:
-            config = config_of(entry, setting, rate, seed)
-            used = settings(resolve(config), keys[setting])
-
-            def make() -> dict[str, Any]:
-                if time.monotonic() >= end:
-                    raise Terminated("the time is up")
-                return {"setting": setting, **trained(config, run, DivergedError)}
-
-            words = f"{setting}, {entry.optimizer}, peak rate {rate:g}, seed {seed}"
-            return rate_grid.recorded(STUDY, used, words, make)
-
-        return result
-
-    with tqdm(chosen, unit="entry", disable=None) as bar:
-        for setting, label, entry in bar:
-            bar.set_description(f"{label}, {setting}")
-            tuned(entry, setting, functools.partial(made, entry))
+        for name in names:
+            if rates:
+                for rate in rates:
+                    mean(name, rate)
+            else:
+                tune(lambda rate, name=name: mean(name, rate), CONTENDERS[name].rate)
+    except KeyboardInterrupt as interruption:
+        raise SystemExit(f"{interruption or 'interrupted'}: the same command goes on") from None
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from None
+    results = loss_tables.summarize(study.rows)
+    print(loss_tables.comparison(results, names, baseline, (setting,)))
+    loss_tables.draw(results, names, (setting,), folder / "loss_against_bytes.png")
+    print(f"records and picture in {folder}")
 
 
 if __name__ == "__main__":

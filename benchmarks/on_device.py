@@ -1,86 +1,69 @@
 """All figures of one accelerator in ten minutes: `make on-device`, or this module.
 
-Runs `benchmarks.update_speed` part by part, the most telling first, each in a process of its own:
-the update and the whole training step, at 117M and 345M. A part for which no time is left is named
-and left out; what was measured stays. Results go to `results/speed/`, a file each.
+Runs `benchmarks.update_speed` for the update and the whole training step, at 117M and 345M. Each
+part has its own process, and the most informative comes first. A part for which no time is left is
+named and left out. Results go to `results/speed/`, one file a part.
 """
 
-import dataclasses
 import pathlib
 import subprocess
 import sys
 import time
-from typing import Literal
+from collections.abc import Mapping, Sequence
 
 import tyro
 
-from benchmarks.accelerator import require_accelerator
-from benchmarks.record_files import name_of_device
+from benchmarks.records import RESULTS
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
-_MANY = ("adamw", "adafactor", "adapprox", "adapprox rank 16", "muon", "adapprox_muon")
-_FEW = ("adamw", "adafactor", "adapprox", "muon")
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One call of `benchmarks.update_speed`."""
-
-    model: Literal["tiny", "117M", "345M"]
-    contenders: tuple[str, ...]
-    options: tuple[str, ...]
-
-    def command(self, output: pathlib.Path) -> list[str]:
-        """The command line."""
-        start = [sys.executable, "-m", "benchmarks.update_speed", "--models", self.model]
-        return [*start, "--contenders", *self.contenders, *self.options, "--output", str(output)]
-
-    @property
-    def name(self) -> str:
-        """What it measures, as a file may be called."""
-        what = "training_step" if "--training-step" in self.options else "update"
-        return f"{what}_{self.model}"
+_FEW = ("--contenders", "adamw", "adafactor", "adapprox", "muon")
+_BRIEF = ("--cycles", "3")
+PARTS: dict[str, tuple[str, ...]] = {
+    "update_117M": (*_FEW, "adapprox rank 16", "adapprox_muon"),
+    "training_step_117M": (*_FEW, *_BRIEF, "--training-step", "--batch", "32"),
+    "update_345M": (*_FEW, *_BRIEF, "--models", "345M"),
+    "training_step_345M": (*_FEW, *_BRIEF, "--models", "345M", "--training-step", "--batch", "16"),
+}
 
 
-PARTS = (
-    Part("117M", _MANY, ("--in-place",)),
-    Part("117M", _FEW, ("--training-step", "--batch", "32", "--cycles", "3")),
-    Part("345M", _FEW, ("--in-place", "--cycles", "3")),
-    Part("345M", _FEW, ("--training-step", "--batch", "16", "--cycles", "3")),
-)
+def run_parts(parts: Mapping[str, Sequence[str]], seconds: float, folder: pathlib.Path) -> int:
+    """Runs parts until the time is up, and returns how many are missing.
 
-
-def run_parts(parts: tuple[Part, ...], seconds: float, folder: pathlib.Path, kind: str) -> int:
-    """Runs parts until the time is up, and returns how many are not done."""
+    Args:
+      parts: Options of `benchmarks.update_speed`, by the name of the record.
+      seconds: The time for all parts together.
+      folder: Folder for the records.
+    """
     end, missing = time.monotonic() + seconds, []
-    for part in parts:
-        output = folder / f"{part.name}_{kind}.json"
-        output.unlink(missing_ok=True)  # of an earlier run
+    for name, options in parts.items():
+        output = folder / f"{name}_device.json"
+        output.unlink(missing_ok=True)  # from an earlier run
+        command = [sys.executable, "-m", "benchmarks.update_speed", *options]
         left = end - time.monotonic()
         try:
-            done = left > 0 and not subprocess.run(part.command(output), timeout=left).returncode
+            done = (
+                left > 0
+                and not subprocess.run([*command, "--output", str(output)], timeout=left).returncode
+            )
         except subprocess.TimeoutExpired:
             done = False
         if not done:
-            missing.append(part.name)
+            missing.append(name)
     if missing:
         print(f"not measured within {seconds:.0f} s: {', '.join(missing)}")
     return len(missing)
 
 
-def main(seconds: float = 570.0, output: pathlib.Path = RESULTS, cpu: bool = False) -> None:
+def main(seconds: float = 570.0, output: pathlib.Path = RESULTS / "speed") -> None:
     """Measures updates and training steps on the accelerator of this machine.
 
     Args:
-      seconds: In all; parts that do not fit are left out.
+      seconds: The time for all parts together.
       output: Folder for the records.
-      cpu: Measure a CPU, too, if there is no accelerator.
     """
     if seconds <= 0:
         raise SystemExit(f"seconds is {seconds}; allowed: a number above 0.")
-    kind = require_accelerator(cpu)
-    output.mkdir(parents=True, exist_ok=True)
-    raise SystemExit(int(run_parts(PARTS, seconds, output, name_of_device(kind)) > 0))
+    parts = {name: (*options, "--no-cpu") for name, options in PARTS.items()}
+    raise SystemExit(int(run_parts(parts, seconds, output) > 0))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a compiled GPU program does, read from its text: kernels, calls, branches, bytes.
+"""Counts of a compiled GPU program, read from its text: kernels, calls, branches, bytes.
 
-The time is a roofline and no measurement: each kernel costs its bytes at the memory's bandwidth or
-a launch, whichever is more; a branch or a loop of unknown length a round trip to the host; a
-library's call what `CALLS` says. Floating-point work is left out. Good for comparing two programs,
-and for seeing what will hurt.
+The time is a roofline, not a measurement. A kernel costs its bytes at the memory's bandwidth, or a
+launch if that is more. A branch or a loop of unknown length costs a round trip to the host, and a
+library's call what `CALLS` says. Floating-point work is left out. This is good for comparing two
+programs.
 """
 
 import collections
@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 BANDWIDTH = 3.35e12  # bytes a second, of an H100
 LAUNCH, ROUND_TRIP = 2.5e-6, 20e-6  # seconds
-# Seconds of a library's call, of one small matrix as of a hundred.
+# Seconds of a library's call, whether it works on one small matrix or on a hundred.
 CALLS = {
     "gesvdj": 700e-6,
     "gesvd": 2000e-6,
@@ -43,7 +43,7 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of what it works on."""
+        """Names of its operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
     def attribute(self, pattern: str) -> str | None:
@@ -57,7 +57,7 @@ Computations = dict[str, list[Instruction]]
 
 @dataclasses.dataclass
 class Counts:
-    """Of one execution of a program."""
+    """Counts of one execution of a program."""
 
     kernels: int = 0
     library_calls: int = 0
@@ -68,18 +68,18 @@ class Counts:
     seconds: float = 0.0  # by the roofline
 
     def add(self, other: "Counts", times: int = 1) -> None:
-        """Adds what another part of the program does, `times` times."""
+        """Adds the counts of another part of the program, `times` times."""
         for field in dataclasses.fields(self):
             more = times * getattr(other, field.name)
             setattr(self, field.name, getattr(self, field.name) + more)
 
 
 def count(text: str, branch: Literal["shortest", "longest"] = "shortest") -> Counts:
-    """Counts what a program does.
+    """Counts the work of a program.
 
     Args:
       text: Of the optimized program, `compiled.as_text()`.
-      branch: Which branch is taken where there are several, by its time.
+      branch: The branch that is taken where there are several, by its time.
 
     Returns:
       The counts of one execution.
@@ -88,7 +88,7 @@ def count(text: str, branch: Literal["shortest", "longest"] = "shortest") -> Cou
 
 
 def computations_of(text: str) -> Computations:
-    """The computations of a program by name, the one it begins with as ENTRY."""
+    """The computations of a program by name; the first one to run is ENTRY."""
     found: Computations = {}
     name = ""
     for line in text.splitlines():
@@ -144,13 +144,13 @@ def _kernel(computations: Computations, instruction: Instruction, shapes: dict[s
 
 
 def _bytes_moved(computations: Computations, kernel: Instruction, shapes: dict[str, str]) -> int:
-    """Bytes read and written: of an array that is only sliced or updated in place, the part."""
+    """Bytes read and written; of an array that is sliced or updated in place, only the part."""
     read = [nbytes_of(shapes.get(operand, "")) for operand in kernel.operands]
     written = nbytes_of(kernel.shape)
     inside = computations.get(kernel.attribute(r"calls=%([\w.\-]+)") or "", [])
     local = {one.name: one.shape for one in inside}
     index_of = {one.name: int(one.rest.split(")")[0]) for one in inside if _is_parameter(one)}
-    parameter_of = {name: name for name in index_of}  # bitcasts stand for a parameter, too
+    parameter_of = {name: name for name in index_of}  # bitcasts of a parameter are added
     parts: collections.Counter[str] = collections.Counter()
     whole: set[str] = set()
     for one in inside:
@@ -178,7 +178,7 @@ def _is_parameter(instruction: Instruction) -> bool:
 
 
 def nbytes_of(shape: str) -> int:
-    """Bytes of the arrays in a shape, as the text of a program writes it."""
+    """Bytes of the arrays in a shape, written as in the text of a program."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
     return sum(_bytes_of(t) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in arrays)
 

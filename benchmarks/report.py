@@ -1,95 +1,245 @@
-"""Writes what the records of `loss_study` say into the pages: `python -m benchmarks.report`.
+"""Writes the tables of the pages from the records: `python -m benchmarks.report`.
 
-A page has blocks between `<!-- NAME -->` and `<!-- end of NAME -->`; each is replaced by what a
-function of `study_tables` makes of the records, so that no figure of theirs is typed by hand.
-Entries whose runs are not all there are left out of tables and named on the terminal. The pictures
-lie beside the records.
+A page has blocks between `<!-- NAME -->` and `<!-- end of NAME -->`. The text of each block is made
+from the records in `results/`. With `--check` nothing is written, and a page that differs from its
+records is named.
 """
 
 import pathlib
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+import statistics
+import sys
+from collections.abc import Iterator
 
-from benchmarks import study_pictures, study_tables
-from benchmarks.loss_entries import GROUPS, SETTINGS
-from benchmarks.loss_study import STUDY, entries
-from benchmarks.study_results import Results, summarize
-from examples.gpt2 import records
+import tyro
 
-ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("docs/results.md", "docs/orthogonal.md", "docs/runs.md", "README.md")
-PICTURES = ROOT / "results" / "loss"
+from benchmarks import (
+    device_program,
+    loss_tables,
+    memory_table,
+    records,
+    scale,
+    singular_values,
+    srsi,
+    update_speed,
+)
 
-BLOCKS: dict[str, Callable[[Results], str]] = {
-    "comparison": study_tables.comparison_table,
-    "directions": study_tables.directions_table,
-    "moments": study_tables.direction_pairs_table,
-    "measured": study_tables.measured_table,
-    "controls": study_tables.controls_table,
-    "effects": study_tables.control_effects,
-    "choices": study_tables.choices_table,
-    "rivals": study_tables.rivals_table,
-    "claims": study_tables.claims_table,
-    "pairs": study_tables.pairs_table,
-    "rates": study_tables.rates,
-    "steps": study_tables.steps_to_adamw,
-    "longer": study_tables.longer_table,
-    "averages": study_tables.averages_table,
-    "noise": study_tables.noise_table,
+ROOT = records.RESULTS.parent
+PICTURE = records.RESULTS / "loss" / "loss_against_bytes.png"
+
+BEST_ADAMW = "AdamW b2 0.999, clipped, other parameters x8"
+_X8 = "other parameters x8"
+_INCREASING = "adapprox 4 bits, b2 1 - t^-0.8, other parameters x8"
+_MUON_X2 = "Muon b1 0.8, other parameters x2"
+FIRST = (
+    *("adapprox", "adapprox 8 bits", "adapprox 4 bits", _INCREASING),
+    *("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW 8 bits, b2 0.999, clipped"),
+    *("Adafactor", "Adafactor 4 bits", f"Adafactor 4 bits, {_X8}"),
+    *("adapprox_muon", "adapprox_muon 4 bits", "adapprox_muon defaults"),
+    *("Muon", _MUON_X2, "NorMuon", "AdaMuon"),
+)
+COMPARED = (
+    *FIRST,
+    *(f"adapprox 4 bits, {_X8}", "adapprox no average"),
+    *("adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
+    *("adapprox_muon 4 bits, rank 2", "adapprox_muon no average"),
+    *("AdamW b2 0.95", "AdamW b2 0.95, clipped", "AdamW b2 0.99, clipped"),
+    f"AdamW b2 0.95, clipped, {_X8}",
+    *("AdamW 8 bits, b2 0.95, clipped", "Adafactor b2 0.99"),
+    *("Muon clipped", "CAME", "GaLore b2 0.95, clipped", "SM3", "SM3 no decay"),
+)
+PAIRS = (
+    ("adapprox", "AdamW b2 0.999, clipped"),
+    ("adapprox", "Adafactor"),
+    ("adapprox 4 bits", "adapprox"),
+    ("adapprox 4 bits", "AdamW b2 0.999, clipped"),
+    ("adapprox 4 bits", "Adafactor 4 bits"),
+    (f"adapprox 4 bits, {_X8}", f"Adafactor 4 bits, {_X8}"),
+    (_INCREASING, BEST_ADAMW),
+    (_INCREASING, f"Adafactor 4 bits, {_X8}"),
+    ("Adafactor 4 bits", "Adafactor"),
+    ("Adafactor float32 with the noise of 4 bits", "Adafactor"),
+    ("adapprox_muon", _MUON_X2),
+    ("adapprox_muon", "NorMuon"),
+    ("adapprox_muon", "AdaMuon"),
+    ("adapprox no average", "adapprox"),
+    ("adapprox_muon no average", "adapprox_muon"),
+)
+DIRECTIONS = (
+    *("Muon", "Muon clipped", _MUON_X2, "NorMuon", "AdaMuon"),
+    *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
+    *("adapprox_muon 4 bits", "adapprox_muon defaults", "adapprox_muon no average"),
+)
+DIRECTION_PAIRS = (
+    ("adapprox_muon", "Muon"),
+    ("adapprox_muon", _MUON_X2),
+    (_MUON_X2, "Muon"),
+    ("adapprox_muon b1 0.9, other parameters x4", "Muon"),
+    ("adapprox_muon rank 8", "adapprox_muon"),
+    ("NorMuon", "adapprox_muon"),
+    ("AdaMuon", "adapprox_muon"),
+    ("adapprox_muon 4 bits", "adapprox_muon"),
+)
+# Behind the contender's name what is different. These were scanned by factors of 2 alone.
+CHANGES = {
+    "adapprox": (
+        *("b2 0.99", "b2 0.95", "b2 1 - t^-0.8", "bias correction"),
+        *("bias correction and no clipping", "b2 0.999, every update scaled to one size"),
+        *("exact second moment", "rank 1", "rank 16", "rank 32", "ranks from 1 to a quarter"),
+        *("the moment itself", "best root of rank 8", "best fourth root of rank 8"),
+        *("cosine guidance", "cautious decay", "average in bfloat16", "factors in bfloat16"),
+        *("the paper's settings", "other parameters x8"),
+    ),
+    "adapprox_muon": (
+        *("b1 0.95", "b1 0.9, other parameters x4", "one rate"),
+        *("cautious decay", "half the decay", "no decay"),
+    ),
 }
-DRAWINGS: dict[str, Callable[[Results, pathlib.Path], None]] = {
-    "loss_against_bytes.png": study_pictures.draw_bytes,
-    "curves.png": study_pictures.draw_curves,
-    "curves_by_time.png": study_pictures.draw_times,
-    "sensitivity.png": study_pictures.draw_sensitivity,
-}
+_FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
+LONGER = (
+    *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
+    *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
+)
 
 
-def blocks_of(rows: list[dict[str, Any]], results: Results) -> dict[str, str]:
-    """The text of each block."""
-    return {name: block(results) for name, block in BLOCKS.items()} | {
-        "runs": study_tables.runs_table(rows, results),
-        "effort": study_tables.effort(rows, results),
+def blocks() -> dict[str, str]:
+    """The text of every block."""
+    rows = loss_tables.read(loss_tables.STUDY)
+    results = loss_tables.summarize(rows)
+    texts = ("code", "prose")
+    coarse = loss_tables.summarize(row for row in rows if _is_coarse(row))
+    states = _read("memory/memory_table.json")["records"]
+    peaks = _read("memory/memory_peak_cpu.json")["records"]
+    found = {
+        "measured": loss_tables.comparison(results, FIRST, BEST_ADAMW, texts, False),
+        "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, texts),
+        "pairs": loss_tables.differences(results, PAIRS, texts),
+        "changes": loss_tables.changes(coarse, CHANGES, "code"),
+        "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
+        "directions": loss_tables.comparison(results, DIRECTIONS, "Muon", texts),
+        "direction pairs": loss_tables.differences(results, DIRECTION_PAIRS, texts),
+        "cost": _cost(),
+        "paper's memory": memory_table.paper_table(states),
+        "memory": memory_table.our_table(states),
+        "peaks": memory_table.peaks_table(peaks["117M"]),
+        "early ranks": _early_ranks(),
+        "device program": device_program.table(_read("speed/device_program_117M.json")["records"]),
+        "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
+        "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
+        "fine-tuning": _fine_tuning(),
     }
+    for name in ("117M", "117M_48_cycles", "117M_345M", "muon_117M"):
+        record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
+        found[f"speed {name}"] = update_speed.table(record)
+    for name in ("8B_h100", "70B_cpu"):
+        found[f"scale {name}"] = scale.table(_read(f"scale/{name}.json")["records"])
+    return found
 
 
-def filled(page: str, blocks: Mapping[str, str]) -> tuple[str, set[str]]:
-    """A page with its blocks as they should be, and which it has."""
-    there = set()
-    for name, text in blocks.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        pattern = re.escape(begin) + ".*?" + re.escape(end)
-        whole = f"{begin}{text}\n{end}"
-        page, count = re.subn(pattern, lambda _, whole=whole: whole, page, flags=re.DOTALL)
-        there |= {name} if count else set()
-    return page, there
+def _read(name: str) -> dict:
+    return records.read(records.RESULTS / name)
 
 
-def main() -> None:
-    """Fills the pages, draws the pictures, and names what is not there yet."""
-    rows = records.read(STUDY)
-    results = summarize(rows)
-    blocks = blocks_of(rows, results)
-    nowhere = set(blocks)
-    for name in PAGES:
-        path = ROOT / name
-        page, blocks_there = filled(path.read_text(), blocks)
-        path.write_text(page)
-        print(f"{name}: {', '.join(blocks_there)}")
-        nowhere -= blocks_there
-    if nowhere:
-        print(f"on no page: {', '.join(sorted(nowhere))}")
-    for file, drawing in DRAWINGS.items():
-        drawing(results, PICTURES / file)
-    missing = [
-        f"{label} ({setting})"
-        for setting, label, _ in entries(tuple(GROUPS), tuple(SETTINGS))
-        if (setting, label) not in results
-    ]
-    if missing:
-        print(f"not all runs are there of: {'; '.join(missing)}")
+def _is_coarse(row: dict) -> bool:
+    """Whether a run is one of the first three seeds, at a rate of the grid by factors of 2."""
+    first = _FIRST_RATES.get(row["contender"])
+    ratio = row["settings"]["learning_rate"] / (first or row["settings"]["learning_rate"])
+    return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
+
+
+def _cost() -> str:
+    """Time of an update on a CPU, and the step's program for an H100, beside AdamW's."""
+    times = _read("speed/update_speed_117M_cpu.json")["records"]["117M"]
+    programs = _read("speed/device_program_117M.json")["records"]
+    rows = []
+    for name in ("adamw", "adafactor", "adapprox", "adapprox rank 16", "adapprox_muon", "muon"):
+        one, base, time = programs[name], programs["adamw"], times.get(name)
+        over = [one[key] / base[key] for key in ("gb_moved", "roofline_ms")]
+        cells = ["" if time is None else f"{time['seconds'] / times['adamw']['seconds']:.1f}"]
+        cells += [f"{ratio:.1f}" for ratio in over]
+        rows.append([name, *cells, str(one["kernels"]), f"{one['temporaries_mib']:.0f}"])
+    titles = ["", "CPU: time over AdamW's", "H100: bytes over AdamW's"]
+    titles += ["H100: roofline over AdamW's", "H100: kernels", "H100: temporaries MiB"]
+    return records.table(titles, rows)
+
+
+def _early_ranks() -> str:
+    """Ranks and losses of runs whose ranks begin low."""
+    rows = []
+    for name, record in _read("memory/early_ranks.json").items():
+        runs = record.get("seeds", [record])
+        ranks = [
+            statistics.mean(run["mean_rank"][step] for run in runs) for step in ("50", "100", "400")
+        ]
+        loss = loss_tables.with_error([run["validation_loss"] for run in runs])
+        size = max(run["peak_state_mib"] for run in runs)
+        rows.append([name, ", ".join(f"{rank:.1f}" for rank in ranks), f"{size:.2f}", loss])
+    titles = ["", "mean rank at steps 50, 100, 400", "state at most, MiB", "validation loss"]
+    return records.table(titles, rows)
+
+
+def _fine_tuning() -> str:
+    """Accuracies of SST-2, and the differences from AdamW, paired by seed."""
+    summary = _read("finetune/sst2.json")["summary"]
+    scores = {name: [one["accuracy"] for one in of["scores"]] for name, of in summary.items()}
+    rows = []
+    for name, own in scores.items():
+        less = [one - other for one, other in zip(own, scores["adamw"], strict=True)]
+        cells = [loss_tables.with_error(own, ".2f")]
+        cells.append("" if name == "adamw" else loss_tables.with_error(less, "+.2f"))
+        rows.append([name, *cells, f"{summary[name]['best_rate']:g}"])
+    return records.table(["", "accuracy, %", "minus adamw (paired)", "peak rate"], rows)
+
+
+def pages() -> Iterator[pathlib.Path]:
+    """The pages that may have blocks."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").glob("*.md"))
+
+
+def fill(page: str, texts: dict[str, str]) -> tuple[str, list[str]]:
+    """A page with its blocks as they should be, and the names of those that changed.
+
+    Raises:
+      SystemExit: If a block has no record or no end.
+    """
+    changed = []
+
+    def filled(block: re.Match[str]) -> str:
+        name = block[1]
+        if name not in texts:
+            raise SystemExit(f"block {name!r}; allowed: {', '.join(texts)}.")
+        whole = f"<!-- {name} -->\n{texts[name]}\n<!-- end of {name} -->"
+        if whole != block[0]:
+            changed.append(name)
+        return whole
+
+    pattern = r"<!-- (?!end of )([^\n]+) -->\n.*?<!-- end of \1 -->"
+    page = re.sub(pattern, filled, page, flags=re.DOTALL)
+    if 2 * len(re.findall(pattern, page, re.DOTALL)) != page.count("<!-- "):
+        raise SystemExit("a block does not end: <!-- NAME --> needs <!-- end of NAME -->")
+    return page, changed
+
+
+def main(check: bool = False) -> None:
+    """Fills the blocks of all pages, and draws loss against bytes.
+
+    Args:
+      check: Only name the blocks that differ from the records, and exit with 1 if there are any.
+    """
+    texts = blocks()
+    differ = []
+    for path in pages():
+        page, changed = fill(path.read_text(), texts)
+        differ += [f"{path.relative_to(ROOT)}: {name}" for name in changed]
+        if not check:
+            path.write_text(page)
+    print("\n".join(differ))
+    if check:
+        sys.exit(1 if differ else 0)
+    results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
+    loss_tables.draw(results, FIRST, ("code", "prose"), PICTURE)
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main, config=(tyro.conf.FlagCreatePairsOff,))

@@ -1,14 +1,13 @@
-"""An optimizer's step on hundreds of devices, without them: `python -m benchmarks.scale`.
+"""An optimizer's step on hundreds of devices that need not be there: `python -m benchmarks.scale`.
 
-Compiles update and `apply_updates` for the parameters of a Llama-shaped model in bfloat16, layers
-stacked and divided over a mesh, from abstract values: what each device would hold, what it would
-move, and how long compiling takes. For CPU devices, or with `--platform h100` where `make
-device-program` set up its compiler. Results go to `results/scale/<model>_<platform>.json`.
+Compiles update and `apply_updates` for abstract parameters of a Llama-shaped model in bfloat16,
+with stacked layers divided over a mesh. Counts what each device would hold and move, and how long
+compilation takes. `--platform h100` works where `make device-program` set up its compiler. Results
+go to `results/scale/<model>_<platform>.json`.
 """
 
 import collections
 import pathlib
-import shlex
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -22,13 +21,14 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import adapprox_jax
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.collectives import collectives_of
 from benchmarks.contenders import CONTENDERS, DECAY, RATE
 from benchmarks.h100 import is_available, mesh_of_h100s
 from benchmarks.program_counts import count
+from benchmarks.steps import update_step
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "scale"
+RESULTS = records.RESULTS / "scale"
 TENSOR = 8  # devices along the axis that divides within a layer
 
 
@@ -53,27 +53,26 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "muon": lambda: optax.contrib.muon(
         RATE, weight_decay=DECAY, muon_weight_dimension_numbers=_hidden_numbers
     ),
-    **{name: CONTENDERS[name] for name in ("adapprox", "adapprox rank 16")},
-    "adapprox rank 16, 8 bits": lambda: adapprox_jax.adapprox(
-        RATE, weight_decay=DECAY, max_rank=16, mu_dtype="int8"
-    ),
-    "adapprox_muon": CONTENDERS["adapprox_muon"],
+    **{
+        name: CONTENDERS[name]
+        for name in ("adapprox", "adapprox rank 16", "adapprox rank 16, 8 bits", "adapprox_muon")
+    },
     "adapprox_muon, 4 bits": CONTENDERS["adapprox_muon 4 bits"],
 }
 
 
 def _hidden_numbers(params: Any) -> Any:
-    """Optax's view of stacked matrices for Muon; None for what embeds and for vectors."""
+    """Optax's dimension numbers for stacked matrices, and None for other parameters."""
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
     return jax.tree.map(lambda x: numbers if x.ndim == 3 else None, params)
 
 
 def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters of a model, abstract, as fully sharded and tensor-parallel programs lay them.
+    """The abstract parameters of a model, divided by full sharding and tensor parallelism.
 
     Args:
-      sizes: Of the model.
-      mesh: With the axes "fsdp" and "tensor".
+      sizes: Sizes of the model.
+      mesh: A mesh with the axes "fsdp" and "tensor".
     """
     layers, width, inner = sizes.layers, sizes.width, sizes.inner
     queries, keys = 128 * sizes.heads, 128 * sizes.key_value_heads
@@ -99,16 +98,16 @@ def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct
 
 
 def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -> dict[str, Any]:
-    """What a step takes on each device of a mesh.
+    """Memory, work and communication of a step, on each device of a mesh.
 
     Args:
       tx: The optimizer.
       params: Abstract parameters with shardings.
-      mesh: That they lie on.
+      mesh: The mesh of these shardings.
 
     Returns:
-      Sizes in MiB, numbers of kernels and collectives, bytes of these by kind, and how many percent
-      of a gradient reduction's bytes they are: those of the gradients that a device works out.
+      Sizes in MiB, numbers of kernels and collectives, and MiB that are moved: by kind, and in
+      percent of a reduction of the gradients that a device works out.
     """
     shardings = adapprox_jax.state_shardings(tx, params)
     state = jax.tree.map(
@@ -117,15 +116,11 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
         shardings,
     )
 
-    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     placed = jax.tree.map(lambda x: x.sharding, params)
     start = time.perf_counter()
     with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
         compiled = (
-            jax.jit(step, donate_argnums=(1, 2), out_shardings=(placed, shardings))
+            jax.jit(update_step(tx), donate_argnums=(1, 2), out_shardings=(placed, shardings))
             .lower(params, params, state)
             .compile()
         )
@@ -139,11 +134,11 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
     gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) / TENSOR
     of_state = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return {
-        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / record_files.MIB,
-        "temporaries_mib": memory.temp_size_in_bytes / record_files.MIB,
+        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / records.MIB,
+        "temporaries_mib": memory.temp_size_in_bytes / records.MIB,
         "kernels": count(text).kernels,
         "collectives": number,
-        "mib_moved": {kind: nbytes / record_files.MIB for kind, nbytes in moved.items()},
+        "mib_moved": {kind: nbytes / records.MIB for kind, nbytes in moved.items()},
         "percent_of_gradients": 100 * sum(moved.values()) / gradients,
         "compile_seconds": seconds,
     }
@@ -166,11 +161,11 @@ def main(
     """Compiles the steps, prints a table and writes JSON.
 
     Args:
-      model: Whose parameters.
+      model: The model with the parameters.
       devices: How many, multiples of 8: eight along the axis "tensor", the others along "fsdp".
-      optimizers: Which ones.
-      platform: What they are compiled for.
-      output: Where the JSON goes.
+      optimizers: Names of `OPTIMIZERS`.
+      platform: The devices that they are compiled for.
+      output: File for the JSON.
     """
     unknown = [name for name in optimizers if name not in OPTIMIZERS]
     if unknown:
@@ -181,9 +176,7 @@ def main(
         raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
     if platform == "cpu" and jax.config.jax_num_cpu_devices < max(devices):
         jax.config.update("jax_num_cpu_devices", max(devices))
-    command = ["python", "-m", "benchmarks.scale", "--model", model, "--platform", platform]
-    command += ["--devices", *map(str, devices), "--optimizers", *optimizers]
-    result: dict[str, Any] = {"command": shlex.join(command), "jax": jax.__version__, "records": {}}
+    result: dict[str, Any] = {**records.header(), "device": platform, "records": {}}
     path = output or RESULTS / f"{model}_{platform}.json"
     wanted = [(name, number) for name in optimizers for number in devices]
     for name, number in tqdm(wanted, unit="program"):
@@ -195,24 +188,24 @@ def main(
             mesh = mesh_of_h100s(shape, names)
         record = record_of(OPTIMIZERS[name](), parameters(LLAMAS[model], mesh), mesh)
         result["records"].setdefault(name, {})[str(number)] = record
-        record_files.write(path, result)
-    print(table_of(result["records"]))
+        records.write(path, result)
+    print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def table_of(records: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A line an optimizer and number of devices, of one device each."""
-    columns = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
-    columns += ["collectives", "kernels", "compile s"]
-    lines = ["| " + " | ".join(columns) + " |", "| --- |" + " ---: |" * (len(columns) - 1)]
-    for name, by_devices in records.items():
+def table(of_optimizers: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each optimizer and number of devices. All figures are of one device."""
+    titles = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
+    titles += ["collectives", "kernels", "compile s"]
+    rows = []
+    for name, by_devices in of_optimizers.items():
         for number, r in by_devices.items():
             cells = [name, number, f"{r['state_mib']:.0f}", f"{r['temporaries_mib']:.0f}"]
             cells += [f"{sum(r['mib_moved'].values()):.1f}", f"{r['percent_of_gradients']:.2f}"]
             cells += [str(r["collectives"]), str(r["kernels"]), f"{r['compile_seconds']:.0f}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+            rows.append(cells)
+    return records.table(titles, rows)
 
 
 if __name__ == "__main__":

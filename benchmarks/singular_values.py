@@ -1,8 +1,10 @@
-"""Singular values of second moments, the paper's Figure 1: `python -m benchmarks.singular_values`.
+"""How near second moments are to a low rank, after the paper's Figure 1.
 
-The matrices are those of `benchmarks.srsi` at several steps of the same training, and their
-elementwise roots, which Adapprox factors by default. Each spectrum is divided by its first value.
-Results go to `results/loss/singular_values.json` and a picture beside it.
+    python -m benchmarks.singular_values
+
+The matrices are the second moments of `benchmarks.srsi` at several steps of one training, and their
+elementwise roots, which Adapprox factors by default. Results go to
+`results/loss/singular_values.json`.
 """
 
 import pathlib
@@ -12,119 +14,77 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.srsi import second_moments
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "loss"
 TARGETS = {"V": lambda moment: moment, "root of V": jnp.sqrt}
 RANKS = (1, 8, 32)
 
 
-def spectrum(matrix: jax.Array) -> np.ndarray:
-    """Singular values of a matrix over the largest one, in float64; zeros of a matrix of zeros."""
-    values = np.linalg.svd(np.asarray(matrix, np.float64), compute_uv=False)
-    return values / values[0] if values[0] > 0 else values
+def errors(matrix: jax.Array) -> dict[str, float]:
+    """The relative error of a matrix's best approximation, by rank, in the Frobenius norm."""
+    squares = np.square(np.linalg.svd(np.asarray(matrix, np.float64), compute_uv=False))
+    total = max(np.sum(squares), np.finfo(float).tiny)
+    return {str(rank): float(np.sqrt(np.sum(squares[rank:]) / total)) for rank in RANKS}
 
 
-def error_of_rank(values: np.ndarray, rank: int) -> float:
-    """The relative error of the best approximation of a rank, in the Frobenius norm."""
-    total = np.sum(np.square(values))
-    return float(np.sqrt(np.sum(np.square(values[rank:])) / total)) if total else 0.0
-
-
-def measure(moments: dict[int, dict[str, jax.Array]], count: int) -> dict[str, Any]:
-    """By step, matrix and target the first singular values and the errors of some ranks.
+def measure(moments: dict[int, dict[str, jax.Array]]) -> dict[str, Any]:
+    """Errors by step, matrix, target and rank.
 
     Args:
       moments: Second moments by step and path.
-      count: Singular values kept of each.
     """
-    found: dict[str, Any] = {}
-    for step, matrices in moments.items():
-        for name, moment in tqdm(matrices.items(), desc=f"step {step}", unit="matrix"):
-            for target, of_moment in TARGETS.items():
-                values = spectrum(of_moment(moment))
-                row = {
-                    "singular_values": [float(f"{x:.4g}") for x in values[:count]],
-                    "errors": {str(rank): error_of_rank(values, rank) for rank in RANKS},
-                }
-                found.setdefault(str(step), {}).setdefault(name, {})[target] = row
-    return found
+    return {
+        str(step): {
+            name: {target: errors(of_moment(moment)) for target, of_moment in TARGETS.items()}
+            for name, moment in tqdm(matrices.items(), desc=f"step {step}", unit="matrix")
+        }
+        for step, matrices in moments.items()
+    }
 
 
 def main(
     width: int = 1024,
     layers: int = 2,
     steps: tuple[int, ...] = (10, 50, 200),
-    count: int = 60,
-    output: pathlib.Path = RESULTS / "singular_values.json",
+    output: pathlib.Path = records.RESULTS / "loss" / "singular_values.json",
 ) -> dict[str, Any]:
-    """Measures the spectra, prints mean errors by rank, and writes JSON and a PNG.
+    """Prints mean errors by rank, and writes JSON.
 
     Args:
-      width: Width of the model whose second moments are looked at.
-      layers: Its blocks.
-      steps: Updates after which they are looked at, rising.
-      count: Singular values of each matrix that are kept and drawn.
-      output: Where the JSON goes; the PNG lies beside it.
+      width: Width of the model.
+      layers: Blocks of the model.
+      steps: Updates after which second moments are taken, rising.
+      output: File for the JSON.
     """
-    if width % 64 or min(width, layers, count, *steps, 1) < 1 or list(steps) != sorted(set(steps)):
+    if width % 64 or min(width, layers, *steps, 1) < 1 or list(steps) != sorted(set(steps)):
         raise SystemExit(
-            f"{width=}, {layers=}, {steps=}, {count=}; allowed: from 1, width in steps of 64, steps"
-            " rising."
+            f"{width=}, {layers=}, {steps=}; allowed: from 1, width in steps of 64, steps rising."
         )
     moments = second_moments(width, layers, steps)
     if not all(moments.values()):
         raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
-    result = {
-        "command": f"python -m benchmarks.singular_values --width {width} --layers {layers}"
-        f" --steps {' '.join(map(str, steps))} --count {count}",
-        "jax": jax.__version__,
-        "matrices": {name: list(matrix.shape) for name, matrix in moments[steps[-1]].items()},
-        "steps": measure(moments, count),
-    }
-    record_files.write(output, result, indent=None)
-    print(errors_table(result["steps"]))
-    draw(result["steps"], output.with_suffix(".png"))
+    shapes = {name: list(matrix.shape) for name, matrix in moments[steps[-1]].items()}
+    result = {**records.header(), "matrices": shapes, "steps": measure(moments)}
+    records.write(output, result)
+    print(table(result["steps"]))
     print(f"written: {output}")
     return result
 
 
-def errors_table(steps: dict[str, Any]) -> str:
-    """Mean relative errors over the matrices, by step, target and rank."""
-    lines = ["| step | | " + " | ".join(f"rank {rank}" for rank in RANKS) + " |"]
-    lines += ["| ---: | --- |" + " ---: |" * len(RANKS)]
+def table(steps: dict[str, Any]) -> str:
+    """Mean errors over the matrices, by step, target and rank."""
+    rows = []
     for step, matrices in steps.items():
         for target in TARGETS:
-            rows = [of_targets[target]["errors"] for of_targets in matrices.values()]
-            means = [np.mean([row[str(rank)] for row in rows]) for rank in RANKS]
-            lines.append(f"| {step} | {target} | " + " | ".join(f"{x:.3f}" for x in means) + " |")
-    return "\n".join(lines)
-
-
-def draw(steps: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws the spectra of all matrices, a step a column and a target a row."""
-    figure = Figure(figsize=(3.2 * len(steps) + 3, 6))
-    grid = figure.subplots(len(TARGETS), len(steps), sharex=True, sharey=True, squeeze=False)
-    for column, (step, matrices) in zip(grid.T, steps.items(), strict=True):
-        for axes, target in zip(column, TARGETS, strict=True):
-            for number, (name, of_targets) in enumerate(matrices.items()):
-                values = of_targets[target]["singular_values"]
-                style = "-" if number < 10 else "--"
-                places = range(1, len(values) + 1)
-                axes.plot(places, values, style, color=f"C{number % 10}", linewidth=1, label=name)
-            axes.set_yscale("log")
-            axes.grid(alpha=0.3)
-        column[0].set_title(f"step {step}")
-        column[-1].set_xlabel("singular value")
-    for axes, target in zip(grid[:, 0], TARGETS, strict=True):
-        axes.set_ylabel(f"{target}, over the first")
-    grid[0, -1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), fontsize="x-small")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+            means = [
+                np.mean([of_target[target][str(rank)] for of_target in matrices.values()])
+                for rank in RANKS
+            ]
+            rows.append([f"{target}, step {step}", *(f"{mean:.3f}" for mean in means)])
+    return records.table(["", *(f"rank {rank}" for rank in RANKS)], rows)
 
 
 if __name__ == "__main__":

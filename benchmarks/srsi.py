@@ -1,14 +1,15 @@
 """Error and time of S-RSI against rank, the paper's Figure 2: `python -m benchmarks.srsi`.
 
-The matrices are exact second moments from a real training run: a GPT-2 of two layers, as wide as
-the 345M model, trained by Adam on the source text of the standard library. Each method factors each
-of them: S-RSI, the singular value decomposition, and Adafactor's row and column means (rank 1).
-Results go to `results/speed/srsi_<device>.json` and a picture beside it.
+The matrices are exact second moments of a real training: a GPT-2 of two layers, as wide as the
+345M model, trained by Adam on the standard library's source. Three methods factor each of them:
+S-RSI, the singular value decomposition, and Adafactor's means of rows and columns (rank 1). Results
+go to `results/speed/srsi_<device>.json`.
 """
 
 import functools
 import pathlib
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,19 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
-from flax import nnx
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
-from adapprox_jax.low_rank import relative_error
-from benchmarks import record_files
-from examples.gpt2 import data as text
-from examples.gpt2.batches import batches
-from examples.gpt2.model import GPT, GPTConfig, loss
+from benchmarks import records
+from examples.gpt2.config import Config
+from examples.gpt2.train import train
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
-VOCABULARY = 512
+RESULTS = records.RESULTS / "speed"
 
 
 def second_moments(
@@ -41,31 +37,40 @@ def second_moments(
     Args:
       width: Size of the residual stream.
       layers: Number of blocks.
-      steps: Updates, of four windows of 128 tokens, after which they are taken; rising.
+      steps: Updates, each of four windows of 128 tokens, after which they are taken; rising.
 
     Returns:
       By step, matrices (m, n), m <= n.
     """
-    config = GPTConfig(layers, width, width // 64, context=128, vocabulary=VOCABULARY)
-    cache = pathlib.Path("runs/data")
-    tokens = text.load(None, vocabulary=VOCABULARY, context=config.context, cache=cache).train
-    graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
-    tx = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
+    found: dict[int, dict[str, jax.Array]] = {}
+    adam = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, batch: jax.Array) -> tuple[Any, Any]:
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), batch))(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    def keep(step: jax.Array, nu: Any) -> None:
+        found[int(step)] = _large_matrices(nu)
 
-    state = jax.jit(tx.init)(params)
-    windows = batches(tokens, config.context, 4, 0)
-    found = {}
-    for number in tqdm(range(1, steps[-1] + 1), desc="training", unit="step"):
-        params, state = step(params, state, jnp.asarray(next(windows)))
-        if number in steps:
-            found[number] = _large_matrices(jax.device_get(optax.tree.get(state, "nu")))
-    windows.close()
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        updates, state = adam.update(grads, state, params)
+        step, nu = state[0].count, state[0].nu
+        is_wanted = jnp.isin(step, jnp.asarray(steps))
+        jax.lax.cond(is_wanted, lambda: jax.debug.callback(keep, step, nu), lambda: None)
+        return updates, state
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(
+            layers=layers,
+            width=width,
+            heads=width // 64,
+            context=128,
+            steps=steps[-1],
+            warmup=0,
+            batch_size=4,
+            eval_every=steps[-1],
+            eval_batches=1,
+            out=pathlib.Path(folder) / "run",
+        )
+        watched = optax.GradientTransformation(adam.init, update)
+        train(config, optimizer=lambda _: watched, keep=False)
+    jax.effects_barrier()
     return found
 
 
@@ -80,15 +85,15 @@ def _large_matrices(nu: Any) -> dict[str, jax.Array]:
     }
 
 
+def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
+    """The Frobenius norm of the matrix less q u^T, over that of the matrix."""
+    return jnp.linalg.norm(matrix - q @ u.T) / jnp.linalg.norm(matrix)
+
+
 def adafactor(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Adafactor's rank-1 factorization as q, u: row sums times column sums over the total."""
     rows, columns = jnp.sum(matrix, axis=1, keepdims=True), jnp.sum(matrix, axis=0, keepdims=True)
     return rows / jnp.sum(rows), columns.T
-
-
-def truncated_svd(matrix: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`jnp.linalg.svd` without the directions that do not exist."""
-    return jnp.linalg.svd(matrix, full_matrices=False)
 
 
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:
@@ -106,14 +111,17 @@ def measure(
     Args:
       moments: Second moments.
       ranks: Ranks to factor at.
-      rounds: How often each method is timed, all in turn; the median counts.
+      rounds: How often each method is timed; the median counts.
 
     Returns:
       For each method its `error` by rank, its `seconds`, and `times_faster_than_svd`.
     """
     largest = max(moments.values(), key=lambda matrix: matrix.size)
     key = jax.random.key(0)
-    svd, rank_one = jax.jit(truncated_svd), jax.jit(adafactor)
+    svd, rank_one = (
+        jax.jit(functools.partial(jnp.linalg.svd, full_matrices=False)),
+        jax.jit(adafactor),
+    )
     srsi = {
         rank: jax.jit(functools.partial(adapprox_jax.srsi, rank=rank, key=key)) for rank in ranks
     }
@@ -137,15 +145,15 @@ def measure(
             if round_:  # the first round compiles
                 times[name].append(spent)
     median = {name: statistics.median(spent) for name, spent in times.items()}
-    records: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, values in errors.items():
         method = name if name in median else name.split()[0]
-        records[name] = {
+        found[name] = {
             "error": float(np.mean(values)),
             "seconds": median[method],
             "times_faster_than_svd": median["svd"] / median[method],
         }
-    return records
+    return found
 
 
 def main(
@@ -156,15 +164,15 @@ def main(
     rounds: int = 7,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON and a PNG.
+    """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON.
 
     Args:
-      width: Width of the model whose second moments are factored; its largest are width x 4 width.
-      layers: Its blocks.
-      steps: Updates it is trained for.
+      width: Width of the model; its largest matrices are width x 4 width.
+      layers: Blocks of the model.
+      steps: Updates of the training.
       ranks: Ranks to factor at, at most `width`.
       rounds: How often each method is timed.
-      output: Where the JSON goes; the PNG lies beside it.
+      output: File for the JSON.
     """
     if width % 64 or min(width, layers, steps, rounds) < 1:
         raise SystemExit(
@@ -175,51 +183,33 @@ def main(
     moments = second_moments(width, layers, [steps])[steps]
     if not moments:
         raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
-    device = jax.devices()[0].device_kind
     result = {
-        "command": f"python -m benchmarks.srsi --width {width} --layers {layers} --steps {steps}"
-        f" --ranks {' '.join(map(str, ranks))} --rounds {rounds}",
-        "device": device,
-        "jax": jax.__version__,
+        **records.header(),
         "matrices": {name: list(matrix.shape) for name, matrix in moments.items()},
         "timed_on": list(max(moments.values(), key=lambda matrix: matrix.size).shape),
         "records": measure(moments, ranks, rounds),
     }
-    path = output or RESULTS / f"srsi_{record_files.name_of_device(device)}.json"
-    record_files.write(path, result)
-    print("| | mean error | seconds | times faster than the SVD |\n| --- | ---: | ---: | ---: |")
-    for name, record in result["records"].items():
-        print(
-            f"| {name} | {record['error']:.4f} | {record['seconds']:.4f}"
-            f" | {record['times_faster_than_svd']:.1f} |"
-        )
-    draw(result, path.with_suffix(".png"))
+    path = output or RESULTS / f"srsi_{records.name_of_device(result['device'])}.json"
+    records.write(path, result)
+    print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def draw(result: dict[str, Any], path: pathlib.Path) -> None:
-    """Draws error and time against rank."""
-    figure = Figure(figsize=(9, 4))
-    left, right = figure.subplots(1, 2)
-    for method in ("srsi", "svd"):
-        points = [
-            (int(name.split()[1]), record)
-            for name, record in result["records"].items()
-            if name.startswith(method)
-        ]
-        ranks = [rank for rank, _ in points]
-        left.plot(ranks, [r["error"] for _, r in points], marker="o", markersize=3, label=method)
-        right.plot(ranks, [r["seconds"] for _, r in points], marker="o", markersize=3, label=method)
-    record = result["records"]["adafactor"]
-    left.scatter([1], [record["error"]], marker="x", color="C2", label="adafactor")
-    right.scatter([1], [record["seconds"]], marker="x", color="C2", label="adafactor")
-    left.set(xlabel="rank", ylabel="mean relative error", xscale="log", yscale="log")
-    size = " x ".join(map(str, result["timed_on"]))
-    right.set(xlabel="rank", ylabel=f"seconds, {size}", xscale="log", yscale="log")
-    left.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def table(methods: dict[str, dict[str, float]]) -> str:
+    """A row for Adafactor's means, and one for each rank of S-RSI and the SVD."""
+    one = methods["adafactor"]
+    rows = [
+        ["Adafactor's means, rank 1", f"{one['error']:.3f}", f"{methods['svd 1']['error']:.3f}"]
+    ]
+    rows[0].append(f"{one['times_faster_than_svd']:.0f}")
+    for name in (name for name in methods if name.startswith("srsi")):
+        ours, best = methods[name], methods[name.replace("srsi", "svd")]
+        cells = [f"{ours['error']:.3f}", f"{best['error']:.3f}"]
+        rows.append(
+            [name.replace("srsi", "S-RSI, rank"), *cells, f"{ours['times_faster_than_svd']:.0f}"]
+        )
+    return records.table(["", "mean error", "that of the SVD", "times faster than the SVD"], rows)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
 """Time and memory of an optimizer's update: `python -m benchmarks.update_speed`.
 
-All contenders run in one process, one cycle of steps each in turn, so that what slows the machine
-slows all of them; the figures are medians over cycles, and so are ratios of cycles side by side.
-A cycle has `rank_interval` steps, those that choose ranks included; of contenders too slow for that
-it is one step, which keeps its ranks. Memory is what the compiler
-plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after what was timed, and
-a picture beside it.
+All contenders run in one process, one cycle of steps each in turn, so that whatever slows the
+machine slows all of them. Figures are medians over cycles, and ratios are medians of ratios of
+neighbouring cycles. A cycle has `rank_interval` steps, so that it includes a choice of ranks. A
+contender that is too slow for a cycle is measured by one step, which keeps its ranks. Memory is
+what the compiler plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after
+what was timed.
 """
 
 import dataclasses
 import pathlib
-import shlex
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,26 +20,26 @@ import jax.numpy as jnp
 import optax
 import tyro
 from flax import nnx
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
-from benchmarks import record_files
+from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import gradients_like, parameter_shapes, random_like
-from examples.gpt2.model import CONFIGS, GPT, loss
+from benchmarks.steps import training_step
+from examples.gpt2.model import CONFIGS, GPT
 
-RESULTS = pathlib.Path(__file__).parents[1] / "results" / "speed"
+RESULTS = records.RESULTS / "speed"
 
 
 @dataclasses.dataclass
 class Runner:
-    """One contender on one model: its compiled step, what it works on, and its times."""
+    """One contender on one model: its compiled step, the arrays it works on, and its times."""
 
     name: str
     model: str
-    step: Callable[[Any, Any], Any]  # (state, fixed operands) -> (state, the rest of its results)
-    state: Any  # donated
+    step: Callable[[Any, Any], Any]  # (state, fixed operands) -> state
+    state: Any  # donated; the optimizer's own state is a part of it
     operands: Any
     record: dict[str, Any]
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -49,49 +48,42 @@ class Runner:
         """Runs and times `steps` steps."""
         start = time.perf_counter()
         for _ in range(steps):
-            self.state, rest = self.step(self.state, self.operands)
-        jax.block_until_ready((self.state, rest))
+            self.state = self.step(self.state, self.operands)
+        jax.block_until_ready(self.state)
         self.seconds.append((time.perf_counter() - start) / steps)
 
 
-def update_runner(name: str, model: str, params: Any, grads: Any, in_place: bool) -> Runner:
-    """The update alone: new updates and state from gradients, with the old state donated.
+def update_runner(name: str, model: str, params: Any, grads: Any) -> Runner:
+    """The update alone: new updates and state, written over the last ones.
 
     Args:
       name: Name of the contender.
       model: Name of the model.
       params: Parameters.
       grads: Gradients.
-      in_place: Donate the last updates too, whose memory the next ones then take.
     """
     tx = CONTENDERS[name]()
 
     def step(carry: Any, operands: Any) -> Any:
         grads, params = operands
-        updates, state = tx.update(grads, carry[0], params)
-        return ((state, updates), ()) if in_place else ((state,), updates)
+        _, state = carry
+        return tx.update(grads, state, params)
 
-    state = jax.jit(tx.init)(params)
-    carry = (state, jax.tree.map(jnp.zeros_like, params)) if in_place else (state,)
+    carry = (jax.tree.map(jnp.zeros_like, params), jax.jit(tx.init)(params))
     return compiled_runner(name, model, tx, params, step, carry, (grads, params))
 
 
-def training_runner(name: str, model: str, batch: int, dtype: str) -> Runner:
-    """The whole training step: forward, backward, update, with everything donated."""
+def training_runner(name: str, model: str, batch: int) -> Runner:
+    """The whole training step in bfloat16: forward, backward, update, with everything donated."""
     tx = CONTENDERS[name]()
-    config = dataclasses.replace(CONFIGS[model], dtype=dtype)
+    config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     shape = (batch, config.context + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocabulary)
 
-    def step(carry: Any, tokens: jax.Array) -> Any:
-        params, state = carry
-        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
-        updates, state = tx.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), ()
-
+    step = training_step(graph, tx)
     carry = (params, jax.jit(tx.init)(params))
-    return compiled_runner(name, model, tx, params, step, carry, tokens)
+    return compiled_runner(name, model, tx, params, lambda carry, x: step(*carry, x), carry, tokens)
 
 
 def compiled_runner(
@@ -103,14 +95,14 @@ def compiled_runner(
     state: Any,
     operands: Any,
 ) -> Runner:
-    """Compiles a step and notes how long that took and what memory it plans to use."""
+    """Compiles a step, and records the time of compilation and the memory that it plans to use."""
     lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, operands)
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     record = {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / record_files.MIB,
-        **record_files.planned_memory(compiled),
+        "state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB,
+        **records.planned_memory(compiled),
         "compile_seconds": seconds,
     }
     return Runner(name, model, compiled, state, operands, record)
@@ -148,120 +140,92 @@ def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float)
             runner.record["ranks"] = sorted({int(r) for r in jax.tree.leaves(found)})
 
 
-def ratio(runner: Runner, base: Runner) -> float:
-    """Median of the ratios of cycles side by side; of medians where one of them has none."""
-    if len(runner.seconds) != len(base.seconds):
-        return statistics.median(runner.seconds) / statistics.median(base.seconds)
-    return statistics.median(s / b for s, b in zip(runner.seconds, base.seconds, strict=True))
-
-
 def main(
     models: tuple[Literal["tiny", "117M", "345M"], ...] = ("117M",),
     contenders: tuple[str, ...] = ("adamw", "adafactor", "adapprox", "adapprox rank 16"),
     cycles: int = 5,
     steps: int = 10,
-    in_place: bool = False,
     training_step: bool = False,
     batch: int = 32,
-    dtype: Literal["bfloat16", "float32"] = "bfloat16",
     patience: float = 60.0,
+    cpu: bool = True,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measures updates, prints a table and writes JSON and a PNG.
+    """Measures updates, prints a table and writes JSON.
 
     Args:
-      models: Whose parameters: rows of the paper's Table 1, or tiny.
-      contenders: Names from `benchmarks/contenders.py`; "all" for all of them.
+      models: Models of the paper's Table 1, or tiny.
+      contenders: Names from `benchmarks/contenders.py`. Times are over those of "adafactor" if it
+        is among them, otherwise over those of the first.
       cycles: Cycles of which the median is taken, after one that is not counted.
       steps: Steps of a cycle: at least `rank_interval`.
-      in_place: Let the updates take the place of the last ones, and not that of new memory.
-      training_step: Time the whole training step, and not the update alone.
+      training_step: Time the whole training step instead of the update alone.
       batch: Sequences of the training step.
-      dtype: What its layers compute in.
       patience: Seconds a cycle may take; slower contenders are measured by one step.
-      output: Where the JSON goes; the PNG lies beside it.
+      cpu: Whether a CPU is measured if there is no accelerator.
+      output: File for the JSON.
     """
-    names = tuple(CONTENDERS) if contenders == ("all",) else contenders
-    unknown = [name for name in names if name not in CONTENDERS]
+    unknown = [name for name in contenders if name not in CONTENDERS]
     if unknown:
-        raise SystemExit(f"contenders has {unknown}; allowed: all, {', '.join(CONTENDERS)}.")
+        raise SystemExit(f"contenders has {unknown}; allowed: {', '.join(CONTENDERS)}.")
     if min(cycles, steps, batch) < 1:
         raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
-    device = jax.devices()[0].device_kind
+    if not cpu and jax.default_backend() == "cpu":
+        raise SystemExit("--no-cpu needs an accelerator, and JAX sees none here.")
     runners = []
     for model in models:
         if training_step:
-            runners += [training_runner(name, model, batch, dtype) for name in names]
+            runners += [training_runner(name, model, batch) for name in contenders]
         else:
             shapes = parameter_shapes(model)
             params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
-            runners += [update_runner(name, model, params, grads, in_place) for name in names]
+            runners += [update_runner(name, model, params, grads) for name in contenders]
     measure(runners, cycles, steps, patience)
-    reference = "adafactor" if "adafactor" in names else names[0]
-    by_name = {(runner.model, runner.name): runner for runner in runners}
-    for runner in runners:
-        over = {reference: by_name[runner.model, reference]}
-        if runner.model != models[0]:
-            over[models[0]] = by_name[models[0], runner.name]
-        for what, base in over.items():
-            runner.record[f"over_{what}"] = ratio(runner, base)
-    of_training = ["--training-step", "--batch", str(batch), "--dtype", dtype]
-    what = f"training_step_{batch}" if training_step else "update_speed"
-    what += "_in_place" if in_place else ""
     result = {
-        "command": shlex.join(
-            ["python", "-m", "benchmarks.update_speed", "--models", *models]
-            + ["--contenders", *names, "--cycles", str(cycles), "--steps", str(steps)]
-            + (["--in-place"] if in_place else [])
-            + (of_training if training_step else [])
-            + ["--patience", str(patience)]
-        ),
-        "device": device,
-        "jax": jax.__version__,
+        **records.header(),
         "steps_of_a_cycle": steps,
         "records": {
             model: {r.name: r.record for r in runners if r.model == model} for model in models
         },
     }
-    kind = record_files.name_of_device(device)
+    kind = records.name_of_device(result["device"])
+    what = "training_step" if training_step else "update_speed"
     path = output or RESULTS / f"{what}_{'_'.join(models)}_{kind}.json"
-    record_files.write(path, result)
-    for model, records in result["records"].items():
-        print(f"{model}, {device}")
-        print_table(records)
-    draw(result["records"], device, path.with_suffix(".png"))
+    records.write(path, result)
+    print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def print_table(records: dict[str, dict[str, Any]]) -> None:
-    """Prints one line a contender."""
-    ratios = [key for key in next(iter(records.values())) if key.startswith("over_")]
-    titles = [key.replace("_", " ") for key in ratios]
-    columns = ["", "seconds", *titles, "temporaries MiB", "state MiB", "compile s"]
-    print("| " + " | ".join(columns) + " |")
-    print("| --- |" + " ---: |" * (len(columns) - 1))
-    for name, r in records.items():
-        cells = [f"{r['seconds']:.3f}", *(f"{r[key]:.2f}" for key in ratios)]
-        cells += [f"{r['temporaries_mib']:.0f}", f"{r['state_mib']:.1f}"]
-        cells += [f"{r['compile_seconds']:.1f}"]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each contender and model: its time over that of the reference, and its memory.
 
-
-def draw(records: dict[str, dict[str, dict[str, Any]]], device: str, path: pathlib.Path) -> None:
-    """Draws time against memory beyond the parameters and gradients, one axes a model."""
-    figure = Figure(figsize=(7 * len(records), 4.5))
-    for i, (model, of_model) in enumerate(records.items()):
-        axes = figure.add_subplot(1, len(records), i + 1)
-        for name, record in of_model.items():
-            memory = record["state_mib"] + record["temporaries_mib"]
-            axes.scatter(memory, record["seconds"])
-            axes.annotate(name, (memory, record["seconds"]), fontsize="small")
-        axes.set(xlabel="state and temporaries (MiB)", ylabel="seconds a step", title=model)
-        axes.set_yscale("log")
-    figure.suptitle(device)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    Times are medians of ratios of neighbouring cycles; least and most are single ones. Contenders
+    that were measured by one step have the ratio of medians.
+    """
+    names = [name for name in next(iter(of_models.values())) if name in CONTENDERS]
+    reference = "adafactor" if "adafactor" in names else names[0]
+    titles = ["", "model", "seconds", f"over {reference}", "least", "most"]
+    titles += ["temporaries MiB", "state MiB", "compile s"]
+    rows = []
+    for model, of_model in of_models.items():
+        base = of_model[reference]
+        for name in names:
+            one = of_model[name]
+            ratios = [one["seconds"] / base["seconds"]]
+            if len(one["seconds_of_cycles"]) == len(base["seconds_of_cycles"]):
+                cycles = zip(one["seconds_of_cycles"], base["seconds_of_cycles"], strict=True)
+                ratios = [own / other for own, other in cycles]
+            times = statistics.median(ratios), min(ratios), max(ratios)
+            cells = [f"{one['seconds']:.3f}"]
+            cells += (
+                [f"{time:.2f}" for time in times]
+                if len(ratios) > 1
+                else [f"{times[0]:.2f}", "", ""]
+            )
+            cells += [f"{one['temporaries_mib']:.0f}", f"{one['state_mib']:.1f}"]
+            rows.append([name, model, *cells, f"{one['compile_seconds']:.1f}"])
+    return records.table(titles, rows)
 
 
 if __name__ == "__main__":

@@ -5,14 +5,12 @@ import dataclasses
 import grain
 import numpy as np
 
-from examples.gpt2.data import Tokens
-
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
     """Tokens seen as consecutive windows of `context` inputs and the target after the last one."""
 
-    tokens: np.ndarray | Tokens
+    tokens: np.ndarray
     context: int
 
     def __len__(self) -> int:
@@ -26,34 +24,24 @@ class Windows:
 
 
 def batches(
-    tokens: np.ndarray | Tokens,
-    context: int,
-    batch_size: int,
-    seed: int,
-    share: tuple[int, int] = (0, 1),
+    tokens: np.ndarray, context: int, batch_size: int, seed: int
 ) -> grain.DatasetIterator[np.ndarray]:
     """Endless batches of shape (batch_size, context + 1), each epoch in a new order.
 
-    The order depends on the seed alone, and the iterator's `get_state` and `set_state` keep and
-    restore the position in it, for any share.
-
-    Args:
-      tokens: Where windows are taken from.
-      context: Inputs of a window.
-      batch_size: Windows in a batch.
-      seed: Of the order.
-      share: Which of how many equal parts of each batch is read: (0, 1) for all of it.
+    The order depends on the seed alone. The iterator's `get_state` and `set_state` keep and restore
+    the position in it.
     """
-    part, parts = share
     dataset = grain.MapDataset.source(Windows(tokens, context)).seed(seed).shuffle().repeat()
-    dataset = dataset.batch(batch_size // parts, drop_remainder=True)[part::parts]
-    # Reading is a copy out of the system's cache: one thread ahead of the training is plenty.
+    return prefetched(dataset.batch(batch_size, drop_remainder=True))
+
+
+def prefetched(dataset: grain.MapDataset) -> grain.DatasetIterator:
+    """An iterator that reads a little ahead of the training."""
+    # Reading is a copy out of the system's cache: one thread is plenty.
     return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
 
-def validation_batches(
-    tokens: np.ndarray | Tokens, context: int, batch_size: int, count: int
-) -> np.ndarray:
+def validation_batches(tokens: np.ndarray, context: int, batch_size: int, count: int) -> np.ndarray:
     """At most `count` batches spread evenly over a split: the same for every run and seed.
 
     Returns:

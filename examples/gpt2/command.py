@@ -1,4 +1,4 @@
-"""What the programs' command lines share: how an ending becomes a line and an exit code."""
+"""How a program ends: errors that are the user's to mend, signals, and exit codes."""
 
 import logging
 import signal
@@ -6,59 +6,58 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from examples.gpt2.checkpoints import StorageError
-from examples.gpt2.config import UsageError
-from examples.gpt2.data import DataError
-from examples.gpt2.hugging_face import CheckpointError
-from examples.gpt2.loop import Terminated
-from examples.gpt2.metrics import DivergedError
-from examples.gpt2.tokens import TokenizerError
+import jax
 
 
-def exit_code(work: Callable[[], object], goes_on_by: str | None) -> int:
-    """Does the work of a program.
+class InputError(ValueError):
+    """What was given cannot be used; one line says what, where and what is allowed."""
 
-    Args:
-      work: What is to be done.
-      goes_on_by: The option that goes on where the work was interrupted; None where nothing of an
-        unfinished run is kept, and the same command repeats it.
+
+class DivergedError(RuntimeError):
+    """A loss is not finite."""
+
+
+class Terminated(KeyboardInterrupt):
+    """The process was asked to end by SIGTERM, as schedulers do before they take a machine away."""
+
+
+def exit_code(work: Callable[[], object]) -> int:
+    """Does the work of a program and says in a line why it ended early.
 
     Returns:
-      0, also after SIGTERM once that has saved a run; 1 if it diverged; 2 for bad input, and for
-      files and folders that cannot be used; 130 after Ctrl-C, 143 after SIGTERM with nothing saved.
-      With a line on the standard error, but where it is done.
+      0, also after SIGTERM once the run is saved; 1 if it diverged; 2 for bad input and for files
+      and devices that cannot be used; 130 after Ctrl-C; 143 after SIGTERM with nothing saved.
     """
-
-    def said(interruption: KeyboardInterrupt, word: str) -> str:
-        if not interruption.args:
-            return word
-        if goes_on_by is None:
-            return f"{interruption}: the same command repeats this run, not those before it"
-        return f"{interruption}: {goes_on_by} goes on from there"
-
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells each step of its work
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax reports each step of its work
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
         work()
-    except (UsageError, DataError, CheckpointError, StorageError, TokenizerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except InputError as error:
+        return _end(2, f"error: {error}")
     except DivergedError as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 1
+        return _end(1, f"stopped: {error}")
+    except jax.errors.JaxRuntimeError as error:
+        return _end(2, f"error: {one_line(error)}")
     except OSError as error:
         where = f"{error.filename}: " if error.filename is not None else ""
-        print(f"error: {where}{error.strerror or error}", file=sys.stderr)
-        return 2
-    except Terminated as termination:
-        print(said(termination, "terminated; nothing was saved"), file=sys.stderr)
-        return 0 if termination.args and goes_on_by is not None else 128 + signal.SIGTERM
-    except KeyboardInterrupt as interruption:
-        print(said(interruption, "interrupted"), file=sys.stderr)
-        return 130
+        return _end(2, f"error: {where}{error.strerror or error}")
+    except Terminated as saved:
+        return _end(0 if saved.args else 143, str(saved) or "terminated; nothing was saved")
+    except KeyboardInterrupt as saved:
+        return _end(130, str(saved) or "interrupted")
     finally:
         signal.signal(signal.SIGTERM, previous)
     return 0
+
+
+def one_line(error: object) -> str:
+    """The words of an error, on one line of moderate length."""
+    return " ".join(str(error).split())[:200]
+
+
+def _end(code: int, line: str) -> int:
+    print(line, file=sys.stderr)
+    return code
 
 
 def _terminate(number: int, frame: Any) -> None:

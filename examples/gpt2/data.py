@@ -1,26 +1,26 @@
-"""Text to tokens: files -> split -> tokens in a file.
+"""Text to tokens: files, their split, and tokens in a cache.
 
 The text is the Python source of the running interpreter's standard library (real text that is on
 every machine), or any UTF-8 text file or folder. Files are split into training and validation by
-a hash of their relative path; SentencePiece is trained on the training split; both splits are
+a hash of their relative path. SentencePiece is trained on the training split. Both splits are
 encoded once and cached under a hash of the text and of these settings.
 """
 
 import dataclasses
-import functools
 import hashlib
 import io
-import json
 import os
 import pathlib
 import shutil
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
 import sentencepiece
+
+from examples.gpt2.command import InputError, one_line
 
 Tokenizer = Literal["sentencepiece", "bytes"]
 Texts = list[tuple[str, str]]  # (relative path, text), sorted by path
@@ -32,61 +32,18 @@ _SENTENCE_BYTES = 2**16
 _SENTENCE_CHARACTERS = _SENTENCE_BYTES // 4  # of at most 4 bytes in UTF-8
 _RESERVED = "\u2585"
 _NOT_SOURCE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_SPLITS = ("train", "validation")
-_CACHE_FORMAT = 2  # raise it when the cached files change in meaning
-
-
-class DataError(ValueError):
-    """The text cannot be used; the message is one line that says why and what is allowed."""
-
-
-class Tokens:
-    """Tokens in a file, read when they are asked for.
-
-    Not mapped into memory: if the file were cut while it is in use, the process would be killed.
-    """
-
-    def __init__(self, path: pathlib.Path, dtype: np.dtype, count: int):
-        self._path, self._dtype, self._count = path, dtype, count
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (for as long as this lives)
-
-    def __len__(self) -> int:
-        """How many there are."""
-        return self._count
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        """The tokens of a slice without a step.
-
-        Raises:
-          DataError: If the file is shorter than it was.
-        """
-        start, stop, _ = part.indices(self._count)
-        size = self._dtype.itemsize
-        wanted = max(stop - start, 0) * size
-        read = os.pread(self._file.fileno(), wanted, start * size)
-        if len(read) != wanted:
-            raise DataError(
-                f"{self._path}: was cut while it was in use; remove its folder, which the next run"
-                " makes anew"
-            )
-        return np.frombuffer(read, self._dtype)
+_CACHE_FORMAT = 3  # raise it when the cached files change in meaning
+TOKENIZER = "tokenizer.model"  # SentencePiece's file
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Both splits as tokens in files, and what turns tokens back into text."""
+    """Both splits as tokens in files."""
 
     key: str  # names the text and the settings: equal keys, equal tokens
-    train: Tokens
-    validation: Tokens
-    vocabulary: int
-    processor: sentencepiece.SentencePieceProcessor | None  # None for bytes
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of the tokens."""
-        if self.processor is None:
-            return bytes(int(t) for t in tokens).decode("utf-8", errors="replace")
-        return self.processor.decode([int(t) for t in tokens])
+    train: np.ndarray
+    validation: np.ndarray
+    tokenizer: pathlib.Path | None  # SentencePiece's model; None for bytes
 
 
 def load(
@@ -110,112 +67,74 @@ def load(
       The encoded splits.
 
     Raises:
-      DataError: If the text is missing, empty, undecodable or too short.
+      InputError: If the text is missing, empty, undecodable or too short.
     """
-    texts = read_standard_library() if path is None else read_path(path)
-    key = _key(texts, tokenizer, vocabulary)
+    texts = read_texts(path)
+    settings = f"{_CACHE_FORMAT} {tokenizer} {vocabulary} {VALIDATION_SHARE} {SAMPLE_CHARACTERS}"
+    key = _digest(settings, *(part for item in texts for part in item))[:16]
     folder = cache / key
     if not folder.exists():
         _write(folder, texts, tokenizer, vocabulary)
-    anew = f"remove {folder}, which the next run makes anew"
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        dtype = np.dtype(meta["dtype"])
-        sizes = {name: (folder / f"{name}.tokens").stat().st_size for name in _SPLITS}
-        processor = None
-        if tokenizer == "sentencepiece":
-            model = str(folder / "tokenizer.model")
-            processor = sentencepiece.SentencePieceProcessor(model_file=model)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:100]
-        raise DataError(f"{folder}: damaged ({reason}); {anew}") from None
-    splits = {}
-    for name in _SPLITS:
-        count = meta[name]
-        if count <= context:
-            raise DataError(
-                f"{_name(path)}: too short: its {name} split has {count} tokens, and the model's "
-                f"context of {context} needs at least {context + 1} (try a longer text, "
-                f"a smaller --context or --tokenizer bytes)"
+        # The files are mapped, not read: a corpus need not fit into memory.
+        files = [folder / "train.npy", folder / "validation.npy"]
+        train, validation = (np.load(file, mmap_mode="r") for file in files)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(
+            f"{folder}: damaged ({one_line(error)}); remove it, and the next run makes it anew"
+        ) from None
+    for name, tokens in (("train", train), ("validation", validation)):
+        if len(tokens) <= context:
+            raise InputError(
+                f"{path or 'the standard library'}: too short: its {name} split has {len(tokens)} "
+                f"tokens, and the model's context of {context} needs at least {context + 1} (try a "
+                "longer text, a smaller --context or --tokenizer bytes)"
             )
-        file = folder / f"{name}.tokens"
-        if sizes[name] != count * dtype.itemsize:
-            raise DataError(
-                f"{file}: has {sizes[name]} bytes, {count * dtype.itemsize} expected; {anew}"
-            )
-        splits[name] = Tokens(file, dtype, count)
-    return Data(key, splits["train"], splits["validation"], meta["vocabulary"], processor)
+    model = folder / TOKENIZER if tokenizer == "sentencepiece" else None
+    return Data(key, train, validation, model)
 
 
-# ------------------------------------------------------------------------------------ reading
+def read_texts(path: pathlib.Path | None) -> Texts:
+    """The texts of a file, of a folder, or of the standard library without its tests.
 
-
-def read_standard_library() -> Texts:
-    """The `.py` files of the running interpreter's standard library, without its tests."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    texts = []
-    for file in sorted(root.rglob("*.py")):
-        relative = file.relative_to(root)
-        if not _NOT_SOURCE.intersection(relative.parts):
-            try:
-                texts.append((relative.as_posix(), file.read_text(encoding="utf-8")))
-            except (UnicodeDecodeError, OSError):
-                continue  # a few files are there to be undecodable
-    if not texts:
-        raise DataError(f"{root}: no standard library source here; give a text by --data PATH")
-    return texts
-
-
-def read_path(path: pathlib.Path) -> Texts:
-    """One text file, or every file of a folder whose path has no hidden part, as UTF-8.
-
-    Empty files are left out.
+    Empty files, and those with a hidden part in their path, are left out.
 
     Raises:
-      DataError: If there is nothing, nothing but blanks, or something that is not UTF-8 text.
+      InputError: If there is nothing, nothing but blanks, or something that is not UTF-8 text.
     """
-    if not path.exists():
-        raise DataError(f"{path}: no such file or folder; --data takes a text file or a folder")
-    if path.is_dir():
-        files = [f for f in sorted(path.rglob("*")) if f.is_file() and not _hidden(f, path)]
-    else:
-        files = [path]
+    root = pathlib.Path(sysconfig.get_paths()["stdlib"]) if path is None else path
+    if not root.exists():
+        raise InputError(f"{root}: no such file or folder; --data takes a text file or a folder")
     texts = []
-    for file in files:
+    for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
+        name = file.relative_to(root) if root.is_dir() else pathlib.Path(file.name)
+        hidden = any(part.startswith(".") for part in name.parts)
+        not_source = file.suffix != ".py" or _NOT_SOURCE.intersection(name.parts)
+        if not file.is_file() or hidden or (path is None and not_source):
+            continue
         try:
             text = file.read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
-            raise DataError(
+            if path is None:
+                continue  # a few of the library's files are there to be undecodable
+            raise InputError(
                 f"{file}: not UTF-8 text (byte {error.start}: {error.reason}); "
                 f"--data takes UTF-8 text files only"
             ) from None
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read: {error.strerror}") from None
-        if text.strip():
-            name = file.relative_to(path).as_posix() if path.is_dir() else file.name
-            texts.append((name, text))
+        if text.strip() or path is None:
+            texts.append((name.as_posix(), text))
     if not texts:
-        raise DataError(f"{path}: empty; --data takes a text file or a folder with some text")
+        raise InputError(f"{root}: empty; --data takes a text file or a folder with some text")
     return texts
-
-
-def _hidden(file: pathlib.Path, root: pathlib.Path) -> bool:
-    return any(part.startswith(".") for part in file.relative_to(root).parts)
-
-
-def _name(path: pathlib.Path | None) -> str:
-    return "the standard library" if path is None else str(path)
-
-
-# ---------------------------------------------------------------------------------- splitting
 
 
 def split(texts: Texts) -> tuple[Texts, Texts]:
     """Splits by file, about 5 percent of the characters to validation, always the same way.
 
     Files are taken for validation in the order of a hash of their relative path until the share
-    is reached, and passed over where they would make it more than twice as large; if none fits,
-    the shortest is taken. A single file is split by position: its last 5 percent are validation.
+    is reached. A file that would make the share more than twice as large is passed over; if none
+    fits, the shortest is taken. A single file is split by position: its last 5 percent are
+    validation.
 
     Returns:
       The training and the validation texts, neither of them empty.
@@ -244,36 +163,22 @@ def _digest(*parts: str) -> str:
     return sha.hexdigest()
 
 
-# ----------------------------------------------------------------------------------- encoding
-
-
-def _key(texts: Texts, tokenizer: str, vocabulary: int) -> str:
-    settings = f"{_CACHE_FORMAT} {tokenizer} {vocabulary} {VALIDATION_SHARE} {SAMPLE_CHARACTERS}"
-    return _digest(settings, *(part for item in texts for part in item))[:16]
-
-
 def _write(folder: pathlib.Path, texts: Texts, tokenizer: Tokenizer, vocabulary: int) -> None:
     """Fills a cache folder: under a temporary name first, so that it is whole or not there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = pathlib.Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
         train, validation = split(texts)
-        if tokenizer == "bytes":
-            encode, count = encode_bytes, 256
-        else:
+        encode, count = encode_bytes, 256
+        if tokenizer == "sentencepiece":
             model = train_sentencepiece(train, vocabulary)
-            (partial / "tokenizer.model").write_bytes(model)
+            (partial / TOKENIZER).write_bytes(model)
             processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-            encode = functools.partial(encode_sentencepiece, processor)
-            count = processor.vocab_size()
-        dtype = np.dtype(np.uint16 if count <= 2**16 else np.uint32)
-        meta = {"vocabulary": count, "dtype": dtype.name}
+            encode, count = lambda text: encode_lines(processor, text), processor.vocab_size()
+        dtype = np.uint16 if count <= 2**16 else np.uint32
         for name, part in (("train", train), ("validation", validation)):
-            with open(partial / f"{name}.tokens", "wb") as file:
-                for _, text in part:
-                    file.write(np.asarray(encode(text), dtype).tobytes())
-                meta[name] = file.tell() // dtype.itemsize
-        (partial / "meta.json").write_text(json.dumps(meta))
+            tokens = np.concatenate([np.asarray(encode(text), dtype) for _, text in part])
+            np.save(partial / f"{name}.npy", tokens)
         try:
             partial.rename(folder)
         except OSError:
@@ -319,7 +224,7 @@ def train_sentencepiece(texts: Texts, vocabulary: int) -> bytes:
         )
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[-1]
-        raise DataError(
+        raise InputError(
             f"SentencePiece cannot make {vocabulary} tokens of this text ({reason}); "
             f"give another --vocabulary or --tokenizer bytes"
         ) from None
@@ -337,23 +242,16 @@ def _sentences(texts: Texts) -> Iterator[str]:
                 yield line[start : start + _SENTENCE_CHARACTERS]
 
 
-def encode_sentencepiece(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
-    """Tokens of a file, with the end-of-text token after them.
+def encode_lines(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[int]:
+    """Tokens of a file, whose lines are encoded in parallel, with the end-of-text token after them.
 
-    Long files are cut at newlines, which no token crosses, and encoded in parallel.
+    No token crosses the end of a line.
     """
-    parts = processor.encode(list(_chunks(text)), num_threads=os.cpu_count() or 1)
-    return [token for part in parts for token in part] + [processor.eos_id()]
+    lines = list(io.StringIO(text, newline="\n"))
+    encoded = processor.encode(lines, num_threads=os.cpu_count() or 1)
+    return [token for line in encoded for token in line] + [processor.eos_id()]
 
 
 def encode_bytes(text: str) -> np.ndarray:
     """UTF-8 bytes of a file, with a zero byte after them."""
     return np.frombuffer(text.encode("utf-8") + b"\0", np.uint8)
-
-
-def _chunks(text: str, size: int = 2**16) -> Iterator[str]:
-    start = 0
-    while start < len(text):
-        end = text.find("\n", start + size) + 1 or len(text)
-        yield text[start:end]
-        start = end

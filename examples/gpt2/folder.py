@@ -1,4 +1,4 @@
-"""The folder of a run: one process at a time works in it, and nothing earlier is lost there."""
+"""The folder of a run: one process at a time works in it, and an earlier run there is kept."""
 
 import contextlib
 import fcntl
@@ -9,32 +9,30 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from examples.gpt2.checkpoints import free_name
-from examples.gpt2.config import UsageError
-from examples.gpt2.records import write_whole
+from examples.gpt2.command import InputError
 
-LOCK = "process"  # the file that a process holds a lock on, with its number and machine
+LOCK = "process"  # a file with the number of the process that holds a lock on it
 
 
 @contextlib.contextmanager
 def run_folder(out: pathlib.Path, resume: bool, used: dict[str, Any]) -> Iterator[None]:
-    """Makes the folder of a run, which is this process's within; an earlier run is kept beside it.
+    """Makes the folder of a run and locks it; an earlier run there is moved to a folder beside it.
 
     Args:
       out: The folder.
-      resume: Go on in it, in place of beginning anew.
+      resume: Whether to go on in the folder instead of beginning anew.
       used: The settings, which are written there.
 
     Raises:
-      UsageError: If the folder holds something else, nothing to resume, or the run of a process
-        that has not ended.
+      InputError: If the folder holds something else, or nothing to resume, or if another process
+        works in it.
     """
     if resume and not (out / "checkpoints").is_dir():
-        raise UsageError(f"--resume: there is no checkpoint in {out}")
+        raise InputError(f"--resume: there is no checkpoint in {out}")
     with contextlib.ExitStack() as locks:
-        if out.exists() and (not out.is_dir() or _holds_something(out)):
+        if out.exists() and (not out.is_dir() or any(p.name != LOCK for p in out.iterdir())):
             if not resume and not (out / "settings.json").exists():
-                raise UsageError(f"--out {out}: not a run's folder; give a new or an empty one")
+                raise InputError(f"--out {out}: not a run's folder; give a new or an empty one")
             locks.enter_context(_locked(out))
             if not resume:
                 kept = free_name(out)
@@ -43,17 +41,24 @@ def run_folder(out: pathlib.Path, resume: bool, used: dict[str, Any]) -> Iterato
         if not resume:
             out.mkdir(parents=True, exist_ok=True)
             locks.enter_context(_locked(out))
-            write_settings(out, used)
+            write_whole(out / "settings.json", json.dumps(used, indent=2) + "\n")
         yield
 
 
-def write_settings(out: pathlib.Path, used: dict[str, Any]) -> None:
-    """Writes the settings of a run to its folder, whole or not at all."""
-    write_whole(out / "settings.json", json.dumps(used, indent=2) + "\n")
+def write_whole(path: pathlib.Path, text: str) -> None:
+    """Writes a file so that it is there whole, or as it was."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.rename(path)
 
 
-def _holds_something(out: pathlib.Path) -> bool:
-    return any(path.name != LOCK for path in out.iterdir())
+def free_name(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path, with a number appended where it exists already."""
+    number, name = 1, path
+    while name.exists():
+        name = path.with_name(f"{path.name}.{number}")
+        number += 1
+    return name
 
 
 @contextlib.contextmanager
@@ -65,7 +70,7 @@ def _locked(out: pathlib.Path) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
-            raise UsageError(
+            raise InputError(
                 f"--out {out}: {holder} is at work there; give another folder, or wait for it"
             ) from None
         file.truncate(0)

@@ -1,7 +1,7 @@
 """Where parameters and batches of a run lie on its mesh.
 
 Along "data" and "fsdp" a batch is divided. Along "fsdp" parameters are, too, and are gathered where
-they are used; along "tensor" each device works with its own part of a layer.
+they are used. Along "tensor" each device works with its own part of a layer.
 """
 
 import math
@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from examples.gpt2.config import MESH_AXES, Config, UsageError, mesh_sizes
+from examples.gpt2.command import InputError
+from examples.gpt2.config import MESH_AXES, Config, mesh_sizes
 from examples.gpt2.model import BATCH_AXES
 
 # Rows and columns. What widens is divided by columns, and what narrows again by rows: between
@@ -25,35 +26,31 @@ _SPECS = {
     "projection": {"kernel": _NARROWS},
     "contract": {"kernel": _NARROWS},
     "tokens": {"embedding": _NARROWS},
-    "head": {"embedding": _NARROWS},
 }
 
 
 def make_mesh(config: Config) -> Mesh | None:
-    """The mesh that a run asks for; None where it asks for none.
-
-    Args:
-      config: The resolved settings.
+    """The mesh that resolved settings ask for; None where they ask for none.
 
     Raises:
-      UsageError: If it is not one of all devices, or does not divide the batches.
+      InputError: If it is not one of all devices, or does not divide the batches.
     """
     if config.mesh is None:
         if jax.process_count() > 1:
             example = f"--mesh data={jax.device_count()}"
-            raise UsageError(f"several processes need to be told a mesh: {example}, say")
+            raise InputError(f"several processes need a mesh: {example}, for example")
         return None
     sizes = mesh_sizes(config.mesh)
     asked = math.prod(sizes.values())
     if asked != jax.device_count():
         there = f"{jax.process_count()} with {jax.local_device_count()} each"
-        raise UsageError(
+        raise InputError(
             f"--mesh {config.mesh} is of {asked} devices, and must be of the"
             f" {jax.device_count()} that are there (processes: {there})"
         )
     rows, parts = config.batch_size // config.accumulate, sizes["data"] * sizes["fsdp"]
     if rows % parts:
-        raise UsageError(
+        raise InputError(
             f"--mesh {config.mesh} divides batches into {parts}, and {parts} must divide"
             f" --batch-size {config.batch_size} / --accumulate {config.accumulate}"
         )
@@ -76,7 +73,7 @@ def make_params(make: Callable[[], Any], mesh: Mesh | None) -> Any:
         layer, kind = (key.key for key in path[-2:])
         names = _SPECS.get(layer, {}).get(kind, ())
         divided = (  # an axis that the devices do not divide evenly is on all of them
-            name if name is not None and size % mesh.shape[name] == 0 else None
+            name if size % mesh.shape[name] == 0 else None
             for name, size in zip(names, leaf.shape, strict=False)
         )
         return NamedSharding(mesh, PartitionSpec(*divided))
@@ -85,55 +82,14 @@ def make_params(make: Callable[[], Any], mesh: Mesh | None) -> Any:
     return jax.jit(make, out_shardings=shardings)()
 
 
-def share(mesh: Mesh | None, rows: int) -> tuple[int, int]:
-    """Which of how many equal parts of each batch this process reads.
+def place(tokens: np.ndarray, mesh: Mesh | None) -> np.ndarray | jax.Array:
+    """Tokens (..., batch, length), which every process has whole, divided along the batch.
 
-    Processes whose devices hold the same rows read the same part.
-
-    Args:
-      mesh: Where batches lie; None for one device.
-      rows: Those of a batch.
-
-    Raises:
-      UsageError: If the devices of two processes have some rows in common, and others not.
+    They are on all devices if those do not divide the batch evenly.
     """
     if mesh is None:
-        return 0, 1
-    wanted: dict[int, set[int]] = {}
-    lie = _batch_sharding(mesh).devices_indices_map((rows,))
-    for device, (part,) in lie.items():
-        wanted.setdefault(device.process_index, set()).add(part.indices(rows)[0])
-    parts = sorted({tuple(sorted(starts)) for starts in wanted.values()})
-    starts = [start for part in parts for start in part]
-    if len(starts) > len(set(starts)) or len({len(part) for part in parts}) > 1:
-        raise UsageError("--mesh: processes share some rows of a batch; give a multiple of theirs")
-    return parts.index(tuple(sorted(wanted[jax.process_index()]))), len(parts)
-
-
-def place_batch(batch: np.ndarray, mesh: Mesh | None) -> np.ndarray | jax.Array:
-    """A batch of which each process has read its `share`, as one array on the mesh."""
-    if mesh is None:
-        return batch
-    return jax.make_array_from_process_local_data(_batch_sharding(mesh), batch)
-
-
-def place_batches(batches: np.ndarray, mesh: Mesh | None) -> np.ndarray | jax.Array:
-    """Stacked batches that every process has whole, divided as a batch is, or else on all."""
-    if mesh is None:
-        return batches
-    even = batches.shape[1] % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
-    spec = PartitionSpec(None, BATCH_AXES) if even else PartitionSpec()
+        return tokens
+    even = tokens.shape[-2] % (mesh.shape["data"] * mesh.shape["fsdp"]) == 0
+    spec = PartitionSpec(*[None] * (tokens.ndim - 2), BATCH_AXES) if even else PartitionSpec()
     sharding = NamedSharding(mesh, spec)
-    return jax.make_array_from_callback(batches.shape, sharding, lambda index: batches[index])
-
-
-def _batch_sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
-
-
-def bytes_on_device(tree: Any) -> int:
-    """Bytes of a tree's arrays on one device, the same on each."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
-    )
+    return jax.make_array_from_callback(tokens.shape, sharding, lambda index: tokens[index])

@@ -1,165 +1,130 @@
-"""The numbers of a run: losses, ranks and bytes, in its folder and on the screen."""
+"""The numbers of a run: losses, ranks and bytes, in its folder, on the screen and in a figure."""
 
 import json
 import math
 import pathlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-import tensorboardX
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
-from examples.gpt2 import records
-from examples.gpt2.config import UsageError
-from examples.gpt2.elastic import IsFull
+from examples.gpt2.command import DivergedError
+from examples.gpt2.folder import write_whole
+from examples.gpt2.loop import TrainState
 from examples.gpt2.processes import is_first
-from examples.gpt2.step import TrainState
 
 MIB = 2**20
 
 
-class DivergedError(RuntimeError):
-    """The loss is not finite."""
-
-
 class Metrics:
-    """Rows of numbers, appended to `metrics.jsonl` and to TensorBoard; `rows` has all of them.
+    """Rows of numbers, appended to `metrics.jsonl`.
 
     Of several processes the first one writes, and all have the rows.
     """
 
     def __init__(self, out: pathlib.Path, step: int):
-        """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped.
-
-        Raises:
-          UsageError: If there is no file of the rows up to `step`.
-        """
+        """Goes on after `step`: rows that an interrupted run wrote beyond it are dropped."""
         path = out / "metrics.jsonl"
-        if step and not path.exists():
-            raise UsageError(
-                f"--resume: {path} is missing, with the losses up to step {step}; put it back, or"
-                " make an empty file of that name to go on without them"
-            )
-        self.rows = [row for row in records.read(path) if row.get("step", math.inf) <= step]
+        # A process may have been ended while it wrote the last line.
+        lines = path.read_text().split("\n")[:-1] if step and path.exists() else []
+        self.rows = [row for row in map(json.loads, lines) if row["step"] <= step]
         self._writes = is_first()
-        if not self._writes:
-            return
-        records.write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
-        self._board = tensorboardX.SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+        if self._writes:
+            write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            self._file = open(path, "a", buffering=1)  # noqa: SIM115 (whole lines, at once)
 
     def write(self, step: int, **values: Any) -> None:
-        """Appends a row; numbers go to TensorBoard too."""
+        """Appends a row."""
         self.rows.append({"step": step, **values})
-        if not self._writes:
-            return
-        self._file.write(json.dumps(self.rows[-1]) + "\n")
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(name, value, step)
+        if self._writes:
+            self._file.write(json.dumps(self.rows[-1]) + "\n")
+
+    def record(self, step: int, losses: list[float], seconds: float, rate: optax.Schedule) -> None:
+        """Writes the losses of the steps up to `step`, which took some seconds together.
+
+        Raises:
+          DivergedError: If a loss is not finite.
+        """
+        for at, loss in enumerate(losses, step - len(losses) + 1):
+            _require_finite("loss", loss, at)
+            each = seconds / len(losses)
+            self.write(at, loss=loss, learning_rate=float(rate(at - 1)), seconds=each)
+
+    def validate(self, step: int, loss: float, state: TrainState) -> None:
+        """Writes and prints a validation loss, with the ranks that the state has.
+
+        Raises:
+          DivergedError: If the loss is not finite.
+        """
+        _require_finite("validation loss", loss, step)
+        row: dict[str, Any] = {"validation_loss": loss}
+        words = f"step {step}: validation loss {loss:.4f}"
+        report = adapprox_jax.rank_report(state.opt_state, state.params)
+        if report:
+            row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
+            row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
+            row["state_mib"] = _mib(state.opt_state)
+            words += f", mean rank {row['mean_rank']:.1f}, state {row['state_mib']:.2f} MiB"
+        self.write(step, **row)
+        tqdm.write(words)
+
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """The steps and values of the rows that have this number."""
+        return [(row["step"], row[name]) for row in self.rows if name in row]
 
     def close(self) -> None:
-        """Writes what is still held back."""
-        if not self._writes:
-            return
-        self._file.close()
-        self._board.close()
+        """Closes the file."""
+        if self._writes:
+            self._file.close()
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+def _require_finite(what: str, loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise DivergedError(f"the {what} is {loss} at step {step}; try a lower --learning-rate")
 
 
 def memory(state: TrainState) -> dict[str, float]:
     """Sizes of the optimizer's state, and how much of the model is in factored leaves."""
-    leaves = jax.tree.leaves(state.params)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     report = adapprox_jax.rank_report(state.opt_state, state.params).values()
-    nodes = jax.tree.leaves(state.opt_state, is_leaf=_has_second_moment)
-    moments = [node for node in nodes if _has_second_moment(node)]
-    parameters = sum(leaf.size for leaf in leaves)
-    dense = sum(leaf.nbytes for leaf in leaves)
-    sizes = {
+    return {
         "parameters": parameters,
-        "state_mib": nbytes(state.opt_state) / MIB,
+        "state_mib": _mib(state.opt_state),
         "adamw_state_mib": adapprox_jax.state_nbytes(optax.adamw(1.0), state.params) / MIB,
+        "factored_share": sum(math.prod(info.shape) for info in report) / parameters,
     }
-    if report:
-        held = [getattr(node, name, ()) for node in moments for name in ("q", "u", "nu")]
-        kept = [x for x in jax.tree.leaves(held) if x.ndim]  # scalars stand for what is not there
-        sizes["factored_share"] = sum(math.prod(info.shape) for info in report) / parameters
-        sizes["second_moment_ratio"] = nbytes(kept) / dense
-    return sizes
 
 
-def _has_second_moment(node: Any) -> bool:
-    return isinstance(
-        node, adapprox_jax.ScaleByAdapproxState | adapprox_jax.ScaleByNeuronMomentState
+def describe(state: TrainState) -> str:
+    """`memory` in words, and what of it lies on one device."""
+    sizes = memory(state)
+    on_one = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(state.opt_state)
+    )
+    return (
+        f"parameters {sizes['parameters']:,}, {sizes['factored_share']:.1%} of them in factored"
+        f" leaves; optimizer state {sizes['state_mib']:.2f} MiB, {on_one / MIB:.2f} on each device"
+        f" (AdamW's: {sizes['adamw_state_mib']:.2f} MiB)"
     )
 
 
-def describe(sizes: dict[str, float]) -> str:
-    """`memory` in words."""
-    words = (
-        f"parameters {sizes['parameters']:,}; optimizer state {sizes['state_mib']:.2f} MiB "
-        f"(AdamW's: {sizes['adamw_state_mib']:.2f} MiB)"
-    )
-    if "factored_share" in sizes:
-        words += (
-            f"; {sizes['factored_share']:.1%} of the parameters in factored leaves, second moment "
-            f"{sizes['second_moment_ratio']:.1%} of the dense one's size"
-        )
-    return words
+def _mib(tree: Any) -> float:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / MIB
 
 
-def record(
-    metrics: Metrics, step: int, losses: list[float], rate: optax.Schedule, speed: float
-) -> None:
-    """Writes the losses of the steps up to `step`; raises DivergedError where one is not finite."""
-    for at, loss in enumerate(losses, step - len(losses) + 1):
-        if not math.isfinite(loss):
-            raise DivergedError(f"the loss is {loss} at step {at}; try a lower --learning-rate")
-        learning_rate = float(rate(at - 1))
-        metrics.write(at, loss=loss, learning_rate=learning_rate, tokens_per_second=speed)
-
-
-def validate(
-    metrics: Metrics, step: int, loss: float, state: TrainState, is_full: IsFull | None
-) -> None:
-    """Writes and prints a validation loss, ranks and bytes.
-
-    Args:
-      metrics: Where they are written.
-      step: The step that the state is of.
-      loss: The validation loss.
-      state: The state that it was measured with.
-      is_full: Whether a matrix fills its buffers; None where the ranks are fixed.
-
-    Raises:
-      DivergedError: If the loss is not finite.
-    """
-    if not math.isfinite(loss):
-        raise DivergedError(
-            f"the validation loss is {loss} at step {step}; try a lower --learning-rate"
-        )
-    row: dict[str, Any] = {"validation_loss": loss, "perplexity": math.exp(min(loss, 700))}
-    words = f"step {step}: validation loss {loss:.4f}, perplexity {row['perplexity']:.2f}"
-    report = adapprox_jax.rank_report(state.opt_state, state.params)
-    if report:
-        row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
-        row["errors"] = {leaf: float(np.max(info.error)) for leaf, info in report.items()}
-        row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
-        row["state_mib"] = nbytes(state.opt_state) / MIB
-        earlier = (old.get("peak_state_mib", 0) for old in metrics.rows)
-        row["peak_state_mib"] = max([row["state_mib"], *earlier])
-    if report and is_full is not None:
-        row["full"] = [leaf for leaf, info in report.items() if is_full(info)]
-        words += (
-            f", mean rank {row['mean_rank']:.1f}, {len(row['full'])} of {len(report)} matrices"
-            f" full, state {row['state_mib']:.2f} MiB (at most {row['peak_state_mib']:.2f})"
-        )
-    metrics.write(step, **row)
-    tqdm.write(words)
+def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:
+    """Draws the losses of a run."""
+    figure = Figure(figsize=(6, 4), layout="tight")
+    axes = figure.subplots()
+    for name, style in (("loss", {"color": "0.8"}), ("validation_loss", {"marker": "."})):
+        points = [(row["step"], row[name]) for row in rows if name in row]
+        axes.plot(*zip(*points, strict=True), label=name.replace("_", " "), **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -6,9 +6,7 @@ between them compute in.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT-2 and the type that it computes in."""
+    """The shape of a GPT-2 and the type in which it computes."""
 
     layers: int
     width: int
@@ -28,24 +26,10 @@ class GPTConfig:
     vocabulary: int
     dtype: str = "float32"
     inner: int | None = None  # width of the feed-forward layers; None for four times the width
-    activation: str = "gelu_new"  # one of ACTIVATIONS
     epsilon: float = 1e-5  # of the layer norms
-    tied: bool = True  # whether the logits' matrix is the embedding's
 
 
 BATCH_AXES = ("data", "fsdp")  # of a mesh, along which batches are divided
-
-# By the names that Hugging Face's configurations have for them.
-ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "gelu_new": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_fast": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_pytorch_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu": functools.partial(jax.nn.gelu, approximate=False),
-    "relu": jax.nn.relu,
-    "silu": jax.nn.silu,
-    "swish": jax.nn.silu,
-    "tanh": jnp.tanh,
-}
 
 # The two larger rows are the paper's Table 1; GPT-2's 50257 tokens are padded to a multiple of 128.
 CONFIGS = {
@@ -84,7 +68,6 @@ class Block(nnx.Module):
         d, inner = config.width, config.inner or 4 * config.width
         residual_scale = (2 * config.layers) ** -0.5  # 2 residual sums a layer keep unit variance
         self.heads = config.heads
-        self.activation = ACTIVATIONS[config.activation]
         self.norm_1 = _norm(config, rngs)
         self.qkv = _linear(d, 3 * d, config, rngs)
         self.projection = _linear(d, d, config, rngs, residual_scale)
@@ -95,7 +78,7 @@ class Block(nnx.Module):
     def __call__(self, x_BxLxD: jax.Array) -> jax.Array:
         """Returns the block's output, of its input's shape."""
         x_BxLxD = x_BxLxD + self.attention(self.norm_1(x_BxLxD))
-        return x_BxLxD + self.contract(self.activation(self.expand(self.norm_2(x_BxLxD))))
+        return x_BxLxD + self.contract(jax.nn.gelu(self.expand(self.norm_2(x_BxLxD))))
 
     def attention(self, x_BxLxD: jax.Array) -> jax.Array:
         """Each position's mix of the values at and before it."""
@@ -116,14 +99,11 @@ class GPT(nnx.Module):
         self.positions = nnx.Embed(config.context, config.width, embedding_init=init, rngs=rngs)
         self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = _norm(config, rngs)
-        if not config.tied:
-            self.head = nnx.Embed(config.vocabulary, config.width, embedding_init=init, rngs=rngs)
 
     def __call__(self, tokens_BxL: jax.Array) -> jax.Array:
         """Returns float32 logits of shape B x L x V."""
         x_BxLxD = self.stream(tokens_BxL)
-        head = self.tokens if self.config.tied else self.head
-        head_VxD = head.embedding[...].astype(x_BxLxD.dtype)
+        head_VxD = self.tokens.embedding[...].astype(x_BxLxD.dtype)
         return jnp.einsum("BLD,VD->BLV", x_BxLxD, head_VxD, preferred_element_type=jnp.float32)
 
     def stream(self, tokens_BxL: jax.Array) -> jax.Array:
@@ -131,22 +111,17 @@ class GPT(nnx.Module):
         tokens_VxD = _divided(self.tokens.embedding[...], "tensor")  # whole rows are looked up
         positions_LxD = self.positions.embedding[: tokens_BxL.shape[1]]
         x_BxLxD = jnp.take(tokens_VxD, tokens_BxL, axis=0) + positions_LxD
-        x_BxLxD = divide_batch(x_BxLxD.astype(self.config.dtype))
+        x_BxLxD = _divided(x_BxLxD.astype(self.config.dtype), BATCH_AXES)
         for block in self.blocks:
-            x_BxLxD = divide_batch(block(x_BxLxD))
+            x_BxLxD = _divided(block(x_BxLxD), BATCH_AXES)
         return self.norm(x_BxLxD)
 
 
-def divide_batch(x_BxLxD: jax.Array) -> jax.Array:
-    """The stream, divided along the batch alone if the mesh in use is a training's.
-
-    Left to itself the compiler may divide it as the parameters that it comes from.
-    """
-    return _divided(x_BxLxD, BATCH_AXES)
-
-
 def _divided(x: jax.Array, axes: str | tuple[str, ...]) -> jax.Array:
-    """An array, divided along its first axis if the mesh in use has these and they divide it."""
+    """An array, divided along its first axis if the mesh in use has these and they divide it.
+
+    Left to itself the compiler may divide the stream as the parameters that it comes from.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     names = axes if isinstance(axes, tuple) else (axes,)
     if not set(names) <= set(mesh.axis_names):
@@ -162,42 +137,3 @@ def loss(model: GPT, tokens_BxL: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(
         logits_BxLxV, tokens_BxL[:, 1:].astype(jnp.int32)
     ).mean()
-
-
-@functools.partial(nnx.jit, static_argnames=("length", "temperature", "vocabulary"))
-def generate(
-    model: GPT,
-    prompt_P: jax.Array,
-    key: jax.Array,
-    *,
-    length: int,
-    vocabulary: int,
-    temperature: float = 0.8,
-) -> jax.Array:
-    """Samples a continuation.
-
-    The whole window is computed again for each token: short code, and fast enough for a sample.
-
-    Args:
-      model: The model to sample from.
-      prompt_P: At least one token to start from; the last `context` of them are seen.
-      key: A JAX random key.
-      length: How many tokens to add.
-      vocabulary: Only tokens below this are drawn (the model's vocabulary may be padded).
-      temperature: What the logits are divided by: lower is safer, higher more varied.
-
-    Returns:
-      The prompt and the `length` new tokens, as one vector.
-    """
-    L, P = model.config.context, prompt_P.shape[0]
-    tokens = jnp.zeros(P + length + L, jnp.int32).at[:P].set(prompt_P)  # L spare for the window
-
-    def step(tokens: jax.Array, end: jax.Array) -> tuple[jax.Array, None]:
-        start = jnp.maximum(end - L, 0)
-        window_1xL = jax.lax.dynamic_slice(tokens, (start,), (L,))[None]
-        logits_V = model(window_1xL)[0, end - start - 1, :vocabulary]
-        token = jax.random.categorical(jax.random.fold_in(key, end), logits_V / temperature)
-        return tokens.at[end].set(token.astype(jnp.int32)), None
-
-    tokens, _ = jax.lax.scan(step, tokens, jnp.arange(P, P + length))
-    return tokens[: P + length]

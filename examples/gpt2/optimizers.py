@@ -1,294 +1,92 @@
-"""The optimizers that can be compared: each a chain of Optax parts with one learning rate schedule.
-
-All of them decay only matrices, decoupled from the gradient, as the paper does.
-"""
+"""The optimizers that the programs offer: each decays only matrices, as the paper does."""
 
 import dataclasses
-import inspect
-import math
-import operator
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 import optax
+import optax.contrib
 
 import adapprox_jax
-from examples.gpt2 import opponents
-from examples.gpt2.hints import by_case, show_defaults
-from examples.opponents import approximations
-from examples.opponents.came import came
+from examples.gpt2.command import InputError
 
-Name = Literal[
-    "adapprox",
-    "adapprox-paper",
-    "adapprox-muon",
-    "adapprox-dense",
-    "adamw",
-    "adamw-8-bits",
-    "adafactor",
-    "adafactor-b2",
-    "adafactor-noisy",
-    "came",
-    "galore",
-    "muon",
-    "sm3",
-]
-NAMES: tuple[str, ...] = get_args(Name)
+Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "muon"]
 
 
 @dataclasses.dataclass(frozen=True)
-@show_defaults({"clip_norm": "no clipping"})
-class Hyperparameters:
-    """What all optimizers share, but for b2: adafactor has a decay of its own, 1 - t^-0.8, and
-    adapprox-muon and muon have 0.95. Their b1 is that of everything but the hidden matrices.
-    """
+class Options:
+    """Hyperparameters of the optimizer; those that are not given are the library's defaults."""
 
     b1: float = 0.9
+    """Decay of the average of gradients or updates. Hidden matrices of Muon have 0.95."""
     b2: float = 0.999
+    """Decay of the second moment. Adafactor has 1 - t^-0.8, Muon 0.95."""
     weight_decay: float = 0.1
-    decays: Literal["matrices", "hidden", "everything"] = "matrices"
-    """What the weight decay reaches: all matrices, those that neither embed nor end the model, or
-    vectors too."""
+    """Decoupled decay of all matrices."""
     clip_norm: float | None = None
     """Norm that all gradients together are clipped at."""
-
-
-# Guided, as the paper's pretraining is.
-PAPER = {**adapprox_jax.PAPER, "cosine_guidance": True}
-# What has a rate elsewhere of its own; of all others `build` multiplies the updates.
-_WITH_RATE_ELSEWHERE = ("adapprox-muon", "muon")
-# Arguments that records from before they existed lack, with what was done then.
-_SINCE = [("cautious_weight_decay", False)]
-
-
-def _arguments(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
-    """All arguments of a function by name, with defaults where none is given, but for the rate."""
-    bound = inspect.signature(function).bind_partial(**given)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def _library_defaults() -> dict[str, str]:
-    """Words for the defaults of `adapprox_jax.adapprox`, and of the paper where it has others."""
-    library = _arguments(adapprox_jax.adapprox)
-    words = {
-        name: by_case({"adapprox": value, "adapprox-paper": PAPER.get(name, value)})
-        for name, value in library.items()
-    }
-    muon = _arguments(adapprox_jax.adapprox_muon)
-    words = {name: str(value) for name, value in muon.items()} | words
-    of_muon = {f"muon_{name}": str(muon[name]) for name in ("b1", "b2")}
-    others = {
-        "sampling_threshold": "False",
-        "b2_exponent": "a constant b2",
-        "embedding_rank": "that of max_rank",
-    }
-    return words | of_muon | others
-
-
-@dataclasses.dataclass(frozen=True)
-@show_defaults(_library_defaults())
-class AdapproxOptions:
-    """Keywords of `adapprox_jax.adapprox`, where they are explained."""
-
-    initial_rank: int | None = None
     max_rank: int | float | None = None
+    """Adapprox: columns of the factors, as a number or as a fraction of a matrix's shorter side."""
+    initial_rank: int | None = None
+    """Adapprox: the first rank, where ranks adapt."""
     error_threshold: float | None = None
-    sampling_threshold: bool | None = None
-    """Raise the threshold early in training, by adapprox_jax.sampling_threshold, and add columns
-    one by one."""
-    rank_interval: int | None = None
-    rank_margin: int | None = None
-    approximate: approximations.Name | None = None
-    """What is factored; adapprox has "moment" and "root", adapprox-dense all of them."""
-    power_iterations: int | None = None
-    oversampling: int | None = None
-    rotate: bool | None = None
-    warm_start: bool | None = None
-    orthogonalization: Literal["qr", "cholesky"] | None = None
-    cosine_guidance: bool | None = None
-    guidance_max_scale: float | None = None
-    bias_correction: bool | None = None
-    b2_exponent: float | None = None
-    """In place of a constant b2: 1 - t^-exponent, adapprox_jax.increasing_decay."""
-    cautious_weight_decay: bool | None = None
-    clipping_threshold: float | None = None
-    min_dim_size_to_factor: int | None = None
+    """Adapprox: the relative error below which a rank is high enough, where ranks adapt."""
     mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
-    factor_dtype: Literal["float32", "bfloat16"] | None = None
-    embedding_rank: int | None = None
-    """Of adapprox alone: max_rank of the matrix that embeds the tokens and makes the logits."""
-    rate_elsewhere: float | None = None
-    """What the rates of everything but the hidden matrices are multiplied by."""
-    muon_b1: float | None = None
-    """Of adapprox-muon and muon: b1 of the hidden matrices."""
-    muon_b2: float | None = None
-    """Of adapprox-muon b2 of all leaves, of muon b2 of everything but the hidden matrices."""
-    nesterov: bool | None = None
-    """Of adapprox-muon alone, as all that follow."""
-    newton_schulz_steps: int | None = None
-    second_moment: bool | Literal["neurons"] | None = None
-
-    def given(self) -> dict[str, Any]:
-        """The options that are not None."""
-        return {k: v for k, v in dataclasses.asdict(self).items() if v is not None}
+    """Adapprox: type of the average."""
+    min_dim_size_to_factor: int | None = None
+    """Adapprox: matrices with a shorter side have a whole second moment."""
 
 
-def keywords(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> dict[str, Any]:
-    """Every keyword of `adapprox` or `adapprox_muon` that an Adapprox is built with.
+def build(
+    name: Name, options: Options, learning_rate: optax.ScalarOrSchedule
+) -> optax.GradientTransformation:
+    """Returns an optimizer by its name.
 
-    Args:
-      name: "adapprox", "adapprox-paper" or "adapprox-muon".
-      hyper: What all optimizers share.
-      options: What is given beyond the defaults.
-
-    Returns:
-      The library's defaults, overridden by the paper's settings where they are asked for, and by
-      what is given.
+    "adafactor" has the factored second moment of Adafactor, and the clip, average, weight decay and
+    schedule of the others. `optax.adafactor` would scale the rate by the size of each parameter.
 
     Raises:
-      ValueError: An option is given that this one does not have.
+      ValueError: If the library refuses an option.
     """
-    given = options.given()
-    sampling = given.pop("sampling_threshold", False)
-    exponent = given.pop("b2_exponent", None)
-    if name != "adapprox-muon":
-        given.pop("rate_elsewhere", None)  # by `build`, as the next
-    if name == "adapprox":
-        given.pop("embedding_rank", None)
-    if name == "adapprox-muon":
-        for keyword in ("b1", "b2"):
-            given |= {keyword: given.pop(f"muon_{keyword}")} if f"muon_{keyword}" in given else {}
-        shared = {**_shared(hyper), "b1_elsewhere": hyper.b1}
-        del shared["b1"], shared["b2"]
-        function, presets = adapprox_jax.adapprox_muon, shared
-    else:
-        function = adapprox_jax.adapprox
-        presets = _shared(hyper) | (PAPER if name == "adapprox-paper" else {})
-    unknown = given.keys() - inspect.signature(function).parameters.keys()
-    if unknown:
-        raise ValueError(f"{min(unknown)} is no argument of {function.__name__}")
-    used = _arguments(function, **presets | given)
-    if sampling:
-        late = used["error_threshold"]
-        used["error_threshold"] = adapprox_jax.sampling_threshold(hyper.b2, late)
-        used["rank_growth"] = one_column
-    if exponent is not None:
-        used["b2"] = adapprox_jax.increasing_decay(exponent)
-    return used
-
-
-def ranks_adapt(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> bool:
-    """Whether an optimizer chooses the ranks of its factors as it goes."""
-    if not name.startswith("adapprox"):
-        return False
-    return keywords(name, hyper, options)["initial_rank"] is not None
-
-
-def settings(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> dict[str, Any]:
-    """Every argument of an optimizer that `build` makes, but for the learning rate's.
-
-    Args:
-      name: One of `NAMES`.
-      hyper: What all optimizers share.
-      options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the rate elsewhere, b1 and b2 of "muon" and the type of the average of "adafactor".
-
-    Returns:
-      The arguments as JSON can hold them, functions in words. Those of "adafactor" stand by the
-      part of its chain that they belong to, under the names that Optax gives them.
-
-    Raises:
-      ValueError: If there is no optimizer of this name.
-    """
+    decay = {"weight_decay": options.weight_decay, "mask": is_matrix}
+    adam = {"b1": options.b1, "b2": options.b2, **decay}
     match name:
-        case "adapprox" | "adapprox-paper" | "adapprox-muon":
-            used = keywords(name, hyper, options)
+        case "adapprox":
+            tx = adapprox_jax.adapprox(learning_rate, **adam | _of_adapprox(options))
+        case "adapprox-paper":
+            paper = {**adapprox_jax.PAPER, "cosine_guidance": True}  # as in its pretraining
+            tx = adapprox_jax.adapprox(learning_rate, **adam | paper | _of_adapprox(options))
+        case "adapprox-muon":
+            tx = adapprox_jax.adapprox_muon(
+                learning_rate, b1_elsewhere=options.b1, **decay, **_of_adapprox(options)
+            )
         case "adamw":
-            used = _arguments(optax.adamw, **_shared(hyper))
-        case "came":
-            used = _arguments(came, **_shared(hyper))
-        case _:
-            used = {
-                part.__name__: _arguments(part, **given)
-                for part, given in _parts(name, hyper, options)
-            }
-    if name == "adafactor":
-        rate = used["scale_by_factored_rms"]["decay_rate"]
-        used = {"decay": f"1 - t^-{rate}", **used}  # Optax's `decay_rate_fn`
-    if hyper.clip_norm is not None:
-        used["clip_by_global_norm"] = hyper.clip_norm
-    if options.embedding_rank is not None and name == "adapprox":
-        used["embedding_rank"] = options.embedding_rank
-    if options.rate_elsewhere is not None and name not in _WITH_RATE_ELSEWHERE:
-        used["rate_elsewhere"] = options.rate_elsewhere
-    return {key: value for key, value in _in_words(used).items() if (key, value) not in _SINCE}
-
-
-def _shared(hyper: Hyperparameters) -> dict[str, Any]:
-    shared = {name: getattr(hyper, name) for name in ("b1", "b2", "weight_decay")}
-    return {**shared, "mask": MASKS[hyper.decays]}
-
-
-def _parts(name: Name, hyper: Hyperparameters, options: AdapproxOptions) -> list[opponents.Part]:
-    """The chain of an opponent, before the learning rate."""
-    b1, b2 = hyper.b1, hyper.b2
-    decay = {"weight_decay": hyper.weight_decay, "mask": MASKS[hyper.decays]}
-    end = (optax.add_decayed_weights, decay)
-    match name:
+            tx = optax.adamw(learning_rate, **adam)
         case "adafactor":
-            return opponents.adafactor(b1, None, options.mu_dtype, end)
-        case "adafactor-b2":
-            return opponents.adafactor(b1, b2, options.mu_dtype, end)
-        case "adafactor-noisy":
-            return opponents.adafactor(b1, None, None, end, noise=True)
-        case "adapprox-dense":
-            return opponents.adapprox_dense(b1, b2, options.given(), end)
-        case "adamw-8-bits":
-            return opponents.adamw_8_bits(b1, b2, end)
-        case "galore":
-            return opponents.galore(b1, b2, end)
+            tx = optax.chain(
+                optax.scale_by_factored_rms(),
+                optax.clip_by_block_rms(1.0),
+                optax.ema(options.b1, debias=False),
+                optax.add_decayed_weights(**decay),
+                optax.scale_by_learning_rate(learning_rate),
+            )
         case "muon":
-            of_muon = options.muon_b1, options.muon_b2, options.rate_elsewhere
-            return opponents.muon(b1, *of_muon, end)
-        case "sm3":
-            return opponents.sm3(b1, end)
-        case _:
-            raise ValueError(f"optimizer must be one of {', '.join(NAMES)}, got {name!r}")
-
-
-def _in_words(value: Any) -> Any:
-    """What JSON can hold as it is; functions by name, with the values that they were made with."""
-    if isinstance(value, dict):
-        return {key: _in_words(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_in_words(item) for item in value]
-    if value is is_matrix:
-        return "matrices"
-    if callable(value):
-        made_with = inspect.getclosurevars(value).nonlocals
-        name = value.__qualname__.partition(".<locals>")[0]
-        inner = ", ".join(f"{key}={_in_words(made_with[key])}" for key in sorted(made_with))
-        return f"{name}({inner})" if inner else name
-    return str(value) if value == math.inf else value
-
-
-def one_column(error: jax.Array) -> int:
-    """A growth of the rank by one column, whatever the error."""
-    return 1
-
-
-def is_matrix(params: Any) -> Any:
-    """The weight decay mask: True for leaves with two axes or more."""
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
-
-
-MASKS: dict[str, Callable[[Any], Any] | None] = {
-    "matrices": is_matrix,
-    "hidden": adapprox_jax.hidden_matrices,
-    "everything": None,
-}
+            muon = optax.contrib.muon(
+                -1.0,  # the sign of the updates, to which a decay of matrices alone is added
+                adam_b1=options.b1,
+                adam_b2=0.95,
+                consistent_rms=0.2,  # updates as large as AdamW's
+                muon_weight_dimension_numbers=_hidden,
+            )
+            tx = optax.chain(
+                muon,
+                optax.add_decayed_weights(**decay),
+                optax.scale_by_learning_rate(learning_rate),
+            )
+    if options.clip_norm is None:
+        return tx
+    return optax.chain(optax.clip_by_global_norm(options.clip_norm), tx)
 
 
 def schedule(peak: float, minimum: float, warmup: int, steps: int) -> optax.Schedule:
@@ -305,85 +103,41 @@ def schedule(peak: float, minimum: float, warmup: int, steps: int) -> optax.Sche
     )
 
 
-def build(
-    name: Name,
-    learning_rate: optax.ScalarOrSchedule,
-    hyper: Hyperparameters,
-    options: AdapproxOptions,
-) -> optax.GradientTransformation:
-    """Returns an optimizer by its name.
+def is_matrix(params: Any) -> Any:
+    """The weight decay mask: True for leaves with two axes or more."""
+    return jax.tree.map(lambda p: p.ndim >= 2, params)
 
-    "adafactor" is what compares fairly with the others: its factored second moment with the same
-    clip, average of updates, decay and schedule. (`optax.adafactor` would scale the rate by the
-    size of each parameter.) Its second moment decays by 1 - t^-0.8 at step t; that of
-    "adafactor-b2" by b2. "adafactor-noisy" is "adafactor" with the noise of an average in 4 bits.
 
-    Args:
-      name: One of `NAMES`.
-      learning_rate: A number or a schedule.
-      hyper: What all optimizers share.
-      options: What is given to Adapprox beyond its defaults; the others ignore it, but for
-        the rate elsewhere, b1 and b2 of "muon" and the type of the average of "adafactor".
-
-    Returns:
-      An Optax gradient transformation.
+def widths(options: Options) -> tuple[int, ...]:
+    """Widths that factor buffers take on as ranks grow: 8, 16, 32, ... `max_rank`.
 
     Raises:
-      ValueError: If there is no optimizer of this name, or Adapprox refuses an argument.
+      InputError: If ranks do not adapt, or `max_rank` is not a number of columns.
     """
-    if options.rate_elsewhere is not None and name not in _WITH_RATE_ELSEWHERE:
-        return _with_rate_elsewhere(name, learning_rate, hyper, options)
-    match name:
-        case "adapprox" | "adapprox-paper":
-            used = keywords(name, hyper, options)
-            tx = adapprox_jax.adapprox(learning_rate, **used)
-            if options.embedding_rank is not None and name == "adapprox":
-                wide = adapprox_jax.adapprox(
-                    learning_rate, **used | {"max_rank": options.embedding_rank}
-                )
-                tx = optax.partition({"embedding": wide, "else": tx}, _embedding_or_else)
-        case "adapprox-muon":
-            tx = adapprox_jax.adapprox_muon(learning_rate, **keywords(name, hyper, options))
-        case "adamw":
-            tx = optax.adamw(learning_rate, **_shared(hyper))
-        case "came":
-            tx = came(learning_rate, **_shared(hyper))
-        case _:
-            parts = [part(**arguments) for part, arguments in _parts(name, hyper, options)]
-            tx = optax.chain(*parts, optax.scale_by_learning_rate(learning_rate))
-    if hyper.clip_norm is None:
-        return tx
-    return optax.chain(optax.clip_by_global_norm(hyper.clip_norm), tx)
+    first, last = options.initial_rank, options.max_rank
+    if first is None or not isinstance(last, int) or first > last:
+        given = f"--initial-rank {first} and --max-rank {last}"
+        raise InputError(f"--elastic needs both ranks in columns, the first not above; got {given}")
+    sizes = [max(8, first)]
+    while 2 * sizes[-1] < last:
+        sizes.append(2 * sizes[-1])
+    return (*sizes, last) if sizes[-1] < last else (last,)
 
 
-def _with_rate_elsewhere(
-    name: Name,
-    learning_rate: optax.ScalarOrSchedule,
-    hyper: Hyperparameters,
-    options: AdapproxOptions,
-) -> optax.GradientTransformation:
-    """An optimizer whose updates, but not the decay, are multiplied outside of hidden matrices."""
-    if options.cautious_weight_decay:
-        raise ValueError("rate_elsewhere and cautious_weight_decay cannot be given together")
-    without_decay = dataclasses.replace(hyper, weight_decay=0.0)
-    plain = dataclasses.replace(options, rate_elsewhere=None)
-    return optax.chain(
-        build(name, 1.0, without_decay, plain),  # of the updates' sign
-        optax.masked(optax.scale(options.rate_elsewhere), _elsewhere),
-        optax.add_decayed_weights(-hyper.weight_decay, MASKS[hyper.decays]),
-        optax.scale_by_learning_rate(learning_rate, flip_sign=False),
-    )
+def grower(options: Options) -> Callable[[Any, Any], Any]:
+    """Returns what widens the buffers of matrices that fill them, of state and parameters."""
+    sizes, threshold = widths(options), options.error_threshold or 0.01
+    return lambda opt_state, params: adapprox_jax.grow(opt_state, params, sizes, threshold)
 
 
-def _elsewhere(params: Any) -> Any:
-    return jax.tree.map(operator.not_, adapprox_jax.hidden_matrices(params))
+def _of_adapprox(options: Options) -> dict[str, Any]:
+    shared = {"b1", "b2", "weight_decay", "clip_norm"}
+    given = {k: v for k, v in dataclasses.asdict(options).items() if v is not None}
+    return {k: v for k, v in given.items() if k not in shared}
 
 
-def _embedding_or_else(params: Any) -> Any:
-    """Labels: the tied matrix that embeds the tokens, and all else."""
-
-    def label(path: Any, _: Any) -> str:
-        name = jax.tree_util.keystr(path[:1], simple=True)
-        return "embedding" if name == "tokens" else "else"
-
-    return jax.tree_util.tree_map_with_path(label, params)
+def _hidden(params: Any) -> Any:
+    """Optax's dimension numbers of Muon for hidden matrices; None for other parameters."""
+    numbers = optax.contrib.MuonDimensionNumbers()
+    hidden = adapprox_jax.hidden_matrices(params)
+    return jax.tree.map(lambda is_hidden: numbers if is_hidden else None, hidden)

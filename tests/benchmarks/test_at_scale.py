@@ -1,17 +1,13 @@
-"""Runs at scale are cut into pieces that go on, and end in a record."""
+"""Runs at scale: their text, their rates, and their records."""
 
 import json
-import sys
 
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("grain")
 
-from benchmarks import at_scale
-from benchmarks.loss_study import STUDY
-from benchmarks.study_results import summarize
-from examples.gpt2 import records
+from benchmarks import at_scale, loss_tables
 
 
 def test_text_is_gathered_once_and_to_size(tmp_path):
@@ -26,38 +22,27 @@ def test_text_is_gathered_once_and_to_size(tmp_path):
         at_scale.write_text(tmp_path, 100_000)
 
 
-def test_rates_are_the_small_models_times_one_factor(tmp_path):
-    scale = at_scale.Scale(folder=tmp_path, rate_factor=0.5)
-    results = summarize(records.read(STUDY))
-    for label in at_scale.LABELS:
-        rate = at_scale.config_of(label, scale).learning_rate
-        assert rate == pytest.approx(0.5 * results["code", label].rate, rel=0.01)
-
-
-def test_an_unknown_label_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"--only is 'adam'; allowed: AdamW, b2 0.999, clipped, "):
-        at_scale.main(at_scale.Scale(folder=tmp_path), only="adam")
+def test_an_unknown_contender_is_named(tmp_path):
+    with pytest.raises(SystemExit, match=r"--names has \['adam'\]; allowed: adapprox; "):
+        at_scale.main(names=("adam",), folder=tmp_path)
 
 
 def test_a_machine_without_an_accelerator_is_told_before_anything_is_written(tmp_path):
     with pytest.raises(SystemExit, match="JAX sees no accelerator here; --cpu takes the CPU"):
-        at_scale.main(at_scale.Scale(folder=tmp_path))
+        at_scale.main(folder=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_pieces_end_in_a_record(tmp_path, monkeypatch):
-    options = ["--model", "tiny", "--steps", "4", "--batch-size", "2", "--mebibytes", "1"]
-    options += ["--dtype", "float32", "--folder", str(tmp_path), "--cpu"]
-    monkeypatch.setattr(sys, "argv", ["at_scale", *options])
-    scale = at_scale.Scale("tiny", 4, 2, 1, 1, dtype="float32", folder=tmp_path)
-    with pytest.raises(SystemExit, match="is not done: the same command goes on"):
-        at_scale.main(scale, minutes=0.05, output=tmp_path / "results", cpu=True)
-    assert not (tmp_path / "results").exists()
-    at_scale.main(scale, minutes=30, output=tmp_path / "results", cpu=True)
-    [file] = (tmp_path / "results").glob("tiny_*.json")
-    record = json.loads(file.read_text())
-    assert tuple(record["runs"]) == at_scale.LABELS
-    for one in record["runs"].values():
-        assert one["curve"][-1] == [4, one["validation_loss"]]
-    assert file.with_suffix(".png").exists()
+def test_runs_end_in_records_at_the_small_models_rates(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    names = ("adapprox", "Muon")
+    arguments = {"batch_size": 2, "mebibytes": 1, "dtype": "float32", "cpu": True}
+    at_scale.main("tiny", 4, names=names, folder=tmp_path / "runs", **arguments)
+    (file,) = tmp_path.rglob("runs.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    best = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
+    rates = [0.25 * best["code", name].rate for name in names]
+    assert [row["settings"]["learning_rate"] for row in rows] == pytest.approx(rates)
+    assert [row["curve"][-1][0] for row in rows] == [4, 4]
+    assert "| Muon |" in capsys.readouterr().out

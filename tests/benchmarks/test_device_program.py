@@ -1,7 +1,6 @@
 """Counting what a program does, and what ours do on an H100 where its compiler is installed."""
 
 import json
-import pathlib
 
 import pytest
 
@@ -45,38 +44,6 @@ ENTRY %main (a: f32[1024,8], i: s32[], v: f32[256], b: bf16[1000]) -> f32[256] {
   ROOT %end = f32[256]{0} conditional(%i, %open, %open), branch_computations={%cheap, %dear}
 }
 """
-
-
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def test_the_page_says_what_the_record_says():
-    path = ROOT / "results" / "speed" / "device_program_117M.json"
-    records = json.loads(path.read_text())["records"]
-    page = (ROOT / "docs" / "performance.md").read_text()
-    for record in records.values():
-        over = record["roofline_ms"] / records["adamw"]["roofline_ms"]
-        cells = [str(record[key]) for key in ("kernels", "library_calls", "branches")]
-        cells += [f"{record['gb_moved']:.2f}", f"{record['roofline_ms']:.2f}", f"{over:.2f}"]
-        assert " | ".join([*cells, f"{record['temporaries_mib']:.0f}"]) in page
-    ours, adamw = records["adapprox"], records["adamw"]
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"moves {ours['gb_moved'] / adamw['gb_moved']:.1f} times AdamW's bytes" in readme
-    assert f"in {ours['kernels'] / adamw['kernels']:.1f} times as many kernels" in readme
-
-
-def test_the_record_is_within_its_bounds():
-    path = ROOT / "results" / "speed" / "device_program_117M.json"
-    records = json.loads(path.read_text())["records"]
-    for name, record in records.items():
-        if name.startswith("adapprox"):
-            adaptive = " to " in name
-            assert record["branches"] <= adaptive, name
-            assert record["loops_of_unknown_length"] == 0, name
-            assert record["library_calls"] <= (40 if adaptive else 20), name
-            assert record["kernels"] <= 1500, name
-            if not adaptive and name != "adapprox_muon 4 bits":  # which has 326
-                assert record["temporaries_mib"] <= 320, name
 
 
 def test_counts_of_a_program():

@@ -1,239 +1,148 @@
-"""The study of losses: how rates are tuned, and that it goes on where it was stopped."""
+"""The study of losses: its contenders, the search for rates, and going on after a stop."""
 
 import json
 import math
-import time
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("grain")
 
 from benchmarks import loss_study
-from benchmarks.loss_entries import GROUPS, SETTINGS, Entry
-from benchmarks.loss_study import config_of, entries, tune, tuned
-from examples.gpt2 import loop, optimizers
-from examples.gpt2.config import resolve, settings
-from examples.gpt2.run import Result
+from benchmarks.loss_study import CONTENDERS, tune
+from examples.gpt2.config import Config
+from examples.gpt2.train import DivergedError, Result
+
+PARAMS = {
+    "tokens": {"embedding": jnp.ones((256, 64))},
+    "hidden": {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)},
+}
 
 
-def parabola(best):
-    """Records whose loss is least at a rate; very high rates diverge."""
-    asked = []
-
-    def result(rate, seed):
-        asked.append((rate, seed))
-        loss = None if rate > 20 else math.log2(rate / best) ** 2 + seed
-        return {"validation_loss": loss}
-
-    return result, asked
-
-
-@pytest.mark.parametrize("best", [1.0, 4.3, 0.11, 15.0])
-def test_the_best_rate_has_a_worse_one_on_either_side(best):
-    result, asked = parabola(best)
-    tuned = tune(Entry("adamw", 1.0, seeds=3), result)
-    assert abs(math.log2(tuned.rate / best)) <= 0.5
-    rates = list(tuned.grid)
-    assert rates == sorted(rates)
-    assert rates[0] < tuned.rate < rates[-1]
-    assert [(tuned.rate, seed) in asked for seed in range(3)] == [True] * 3
-    assert {seed for rate, seed in asked if rate != tuned.rate} == {0}
-    assert len(tuned.runs) == 3
+def updates_of(make, seed=0, rate=1.0):
+    """The first update along random gradients; along zeros where there is no seed."""
+    leaves, treedef = jax.tree.flatten(PARAMS)
+    keys = jax.random.split(jax.random.key(seed or 0), len(leaves))
+    scale = 0.0 if seed is None else 1e-3
+    grads = [scale * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
+    tx = make(optax.constant_schedule(rate))
+    updates, _ = jax.jit(tx.update)(treedef.unflatten(grads), tx.init(PARAMS), PARAMS)
+    return updates
 
 
-@pytest.mark.parametrize("best", [1.0, 1.35, 4.9])
-def test_a_finer_search_has_worse_rates_a_root_of_two_away(best):
-    result, _ = parabola(best)
-    tuned = tune(Entry("adamw", 1.0, seeds=2, finer=True), result)
-    assert abs(math.log2(tuned.rate / best)) <= 0.25
-    rates = list(tuned.grid)
-    place = rates.index(tuned.rate)
-    for neighbour in (rates[place - 1], rates[place + 1]):
-        assert abs(math.log2(neighbour / tuned.rate)) == pytest.approx(0.5)
-    coarse = tune(Entry("adamw", 1.0, seeds=2), result)
-    assert set(coarse.grid) <= set(rates)  # their runs serve both
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_contenders_decay_matrices_alone(name):
+    updates = updates_of(CONTENDERS[name].make, seed=None, rate=0.5)
+    np.testing.assert_allclose(updates["tokens"]["embedding"], -0.05, rtol=1e-5)
+    np.testing.assert_allclose(updates["hidden"]["kernel"], -0.05, rtol=1e-5)
+    np.testing.assert_allclose(updates["hidden"]["bias"], 0, atol=1e-12)
 
 
-def test_three_seeds_decide_between_rates_that_the_first_finds_close():
-    """The first finds 1 best by a little, the others 2 by much; 0.5 is not close."""
-    losses = {
-        0.5: [3.10, 1.0, 1.0, 1.0, 1.0],
-        1.0: [3.00, 3.5, 3.5, 3.5, 3.5],
-        2.0: [3.02, 3.1, 3.1, 3.1, 3.1],
-        4.0: [3.20, 1.0, 1.0, 1.0, 1.0],
-    }
-    asked = []
-
-    def result(rate, seed):
-        asked.append((rate, seed))
-        return {"validation_loss": losses[rate][seed]}
-
-    tuned = tune(Entry("adamw", 1.0, seeds=5), result)
-    assert tuned.rate == 2.0
-    assert [run["validation_loss"] for run in tuned.runs] == losses[2.0]
-    assert {rate: len(runs) for rate, runs in tuned.grid.items()} == {
-        0.5: 1,
-        1.0: 3,
-        2.0: 5,
-        4.0: 1,
-    }
-    assert len(asked) == len(set(asked)) == 10
-    assert tune(Entry("adamw", 1.0, seeds=1), result).rate == 1.0
-    finer = {1.0: [3.0] * 5, 2.0: [3.01, 2.9, 2.9, 2.9, 2.9]}
-
-    def of_finer(rate, seed):
-        place = round(2 * math.log2(rate))
-        return {"validation_loss": finer.get(rate, [3.1 + abs(place) / 10] * 5)[seed]}
-
-    tuned = tune(Entry("adamw", 1.0, seeds=5, finer=True), of_finer)
-    assert tuned.rate == 2.0
-    assert min(tuned.grid) < 2.0 < max(tuned.grid)
+@pytest.mark.parametrize("name", ["adapprox 4 bits", "AdamW b2 0.999, clipped", "Adafactor 4 bits"])
+def test_updates_of_other_parameters_are_multiplied_and_the_decay_is_not(name):
+    plain = updates_of(CONTENDERS[name].make)
+    faster = updates_of(CONTENDERS[f"{name}, other parameters x8"].make)
+    kernel, embedding = faster["hidden"]["kernel"], faster["tokens"]["embedding"]
+    np.testing.assert_allclose(kernel, plain["hidden"]["kernel"], rtol=1e-4, atol=1e-6)
+    expected = 8 * (plain["tokens"]["embedding"] + 0.1) - 0.1
+    np.testing.assert_allclose(embedding, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_an_entry_with_a_run_missing_is_not_whole():
-    result, _ = parabola(1.0)
-    entry = Entry("adamw", 1.0, seeds=3)
-    assert tune(entry, lambda rate, seed: None if seed == 2 else result(rate, seed)) is None
-    assert tune(entry, lambda rate, seed: None if rate == 2 else result(rate, seed)) is None
+@pytest.mark.parametrize("best", [1.0, 1.35, 4.9, 0.11, 15.0])
+def test_the_best_rate_has_a_worse_one_a_root_of_two_away_on_either_side(best):
+    tried = {}
+
+    def loss(rate):
+        assert rate not in tried
+        tried[rate] = math.inf if rate > 20 else math.log2(rate / best) ** 2
+        return tried[rate]
+
+    found = tune(loss, 1.0)
+    assert abs(math.log2(found / best)) <= 0.25
+    worse = [rate for rate in tried if abs(math.log2(rate / found)) == pytest.approx(0.5)]
+    assert len(worse) == 2
+    assert all(tried[rate] >= tried[found] for rate in worse)
 
 
-def test_every_entry_can_be_built_and_no_two_are_the_same_run():
-    seen = {}
-    for setting, label, entry in entries(tuple(GROUPS), tuple(SETTINGS)):
-        optimizers.build(entry.optimizer, entry.rate, entry.hyper, entry.options)
-        used = settings(resolve(config_of(entry, setting, entry.rate, 0)), setting)
-        seen.setdefault(json.dumps(used, sort_keys=True), []).append(label)
-    # One setting may be asked for in two groups: its runs are made once.
-    alike = [labels for labels in seen.values() if len(labels) > 1]
-    assert sorted(map(sorted, alike)) == [
-        ["Adafactor", "Adafactor's means, b2 1 - t^-0.8"],
-        ["Adafactor's means, b2 0.99", "Adafactor, b2 0.99"],
-        ["adapprox", "adapprox, unchanged", "rank 8, b2 0.999"],
-        ["adapprox, b2 0.95", "rank 8, b2 0.95"],
-        ["adapprox, b2 0.99", "rank 8, b2 0.99"],
-        ["adapprox, b2 1 - t^-0.8", "rank 8, b2 1 - t^-0.8"],
-        ["adapprox, bias correction", "rank 8, b2 0.999, bias correction"],
-        ["adapprox_muon", "adapprox_muon, unchanged"],
-    ]
-
-
-@pytest.mark.parametrize("group", ["larger", "longer"])
-def test_runs_elsewhere_are_of_optimizers_that_are_compared(group):
-    for label, entry in GROUPS[group].items():
-        same = {**GROUPS["choices"], **GROUPS["ours"], **GROUPS["opponents"]}[label]
-        assert (entry.optimizer, entry.options, entry.hyper) == (
-            same.optimizer,
-            same.options,
-            same.hyper,
-        )
-
-
-def test_controls_and_choices_are_of_the_first_text_alone():
-    of_prose = {label for _, label, _ in entries(tuple(GROUPS), ("prose",))}
-    assert of_prose == {*GROUPS["ours"], *GROUPS["opponents"], *GROUPS["noise"]}
-
-
-def test_rates_of_long_runs_are_looked_for_in_short_ones():
-    short, asked_short = parabola(2.0)
-    long, asked_long = parabola(4.0)
-    found = tuned(
-        Entry("adamw", 1.0, seeds=2), "longer", {"larger": short, "longer": long}.__getitem__
-    )
-    assert found.rate == 2.0
-    assert asked_long == [(2.0, 0), (2.0, 1)]
-    assert [run["validation_loss"] for run in found.runs] == [1.0, 2.0]
-    assert len(asked_short) > 3
-    assert tuned(Entry("adamw", 1.0), "longer", lambda _: lambda rate, seed: None) is None
+def test_a_search_ends_where_every_run_diverges():
+    with pytest.raises(ValueError, match=r"all runs near a peak rate of 0\.5 diverge"):
+        tune(lambda rate: math.inf, 0.5)
 
 
 @pytest.fixture
-def study(tmp_path, monkeypatch):
-    """The study with two entries and runs that are pretended; returns the runs made."""
+def pretended(monkeypatch):
+    """Runs that are pretended: the best rate is 2e-3, and twice that diverges."""
     made = []
 
-    def pretend(config, *, keep):
+    def train(config, *, optimizer, keep):
         assert not keep
-        made.append((config.optimizer, config.learning_rate, config.seed))
-        loss = math.log2(config.learning_rate) ** 2 + config.seed
-        return Result({}, loss, [(1, loss)], {"state_mib": 1.0}, 1.0)
+        made.append((config.learning_rate, config.seed))
+        if len(made) == 5:
+            raise KeyboardInterrupt("interrupted at step 3")
+        if config.learning_rate > 4e-3:
+            raise DivergedError("the loss is nan")
+        loss = math.log2(config.learning_rate / 2e-3) ** 2 + config.seed
+        used = {"learning_rate": config.learning_rate, "seed": config.seed}
+        memory = {"state_mib": 1.0, "parameters": 2**18}
+        return Result(used, loss, [(1, loss)], memory, 1.0)
 
-    class Data:
-        key = "text"
-
-    group = {"a": Entry("adamw", 1.0, seeds=2), "b": Entry("sm3", 1.0, seeds=1)}
-    monkeypatch.setattr(loss_study, "GROUPS", {"ours": group})
-    monkeypatch.setattr(loss_study, "GROUPS_OF", {"code": ("ours",)})
-    monkeypatch.setattr(loss_study, "STUDY", tmp_path / "study.jsonl")
-    monkeypatch.setattr(loss_study, "load_data", lambda config: Data)
-    monkeypatch.setattr(loss_study, "run", pretend)
+    monkeypatch.setattr(loss_study, "train", train)
     return made
 
 
-def test_what_is_recorded_is_not_run_again(study, tmp_path):
-    loss_study.main(("ours",), ("code",))
-    expected = [("adamw", rate, 0) for rate in (1.0, 0.5, 2.0)] + [("adamw", 1.0, 1)]
-    expected += [("sm3", rate, 0) for rate in (1.0, 0.5, 2.0)]
-    assert study == expected
-    path = tmp_path / "study.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(lines[:5]) + lines[5][:40])  # stopped while it wrote
-    study.clear()
-    loss_study.main(("ours",), ("code",))
-    assert study == expected[5:]
+def test_a_study_goes_on_where_it_was_stopped(pretended, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="interrupted at step 3: the same command goes on"):
+        loss_study.main(("adapprox",), seeds=2, folder=tmp_path)
+    records = tmp_path / "runs.jsonl"
+    assert len(records.read_text().splitlines()) == 4
+    records.write_text(records.read_text() + '{"setting": "co')  # stopped while it wrote
+    loss_study.main(("adapprox",), seeds=2, folder=tmp_path)
+    assert len(set(pretended)) == len(pretended) - 1  # the one that was stopped was made again
+    assert {seed for _, seed in pretended} == {0, 1}
+    assert "| adapprox | 4.00 | 2 | 0.5562 ± 0.5000 |" in capsys.readouterr().out
+    assert (tmp_path / "loss_against_bytes.png").read_bytes().startswith(b"\x89PNG")
+    before = len(pretended)
+    loss_study.main(("adapprox",), seeds=2, folder=tmp_path)
+    assert len(pretended) == before
 
 
-def test_one_entry_alone(study):
-    loss_study.main(("ours",), ("code",), labels=("b",))
-    assert {name for name, *_ in study} == {"sm3"}
+def test_given_rates_are_tried_alone_and_divergence_is_recorded(pretended, tmp_path, capsys):
+    loss_study.main(("adapprox", "CAME"), seeds=1, rates=(2e-3, 8e-3), folder=tmp_path)
+    assert pretended == [(2e-3, 0), (8e-3, 0)] * 2
+    rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert [row["validation_loss"] for row in rows] == [0.0, None] * 2
+    assert "| CAME | 4.00 | 1 | 0.0000 | +0.0000 | 0.002 |" in capsys.readouterr().out
 
 
-def test_no_run_begins_when_the_time_is_over(study, capsys):
-    loss_study.main(("ours",), ("code",), minutes=0)
-    assert study == []
-    assert capsys.readouterr().err.strip() == "the time is up: the same command goes on from there"
-
-
-def test_a_run_hears_when_the_time_is_up(study, monkeypatch, capsys):
-    def pretend(config, *, keep):
-        with loop.interruptions() as interrupted:
-            while interrupted.asked(False) is None:
-                time.sleep(0.01)
-        raise loop.Terminated("terminated after step 3 of 6")
-
-    monkeypatch.setattr(loss_study, "run", pretend)
-    loss_study.main(("ours",), ("code",), minutes=0.01)
-    line = "terminated after step 3 of 6: the same command goes on from there"
-    assert line in capsys.readouterr().err
-
-
-def test_the_parts_are_all_the_work(study):
-    for part in range(2):
-        loss_study.main(("ours",), ("code",), part=part, parts=2)
-    assert {name for name, *_ in study} == {"adamw", "sm3"}
-    assert len(study) == 7
-
-
-def test_equal_runs_are_one_process_s_work():
-    chosen = list(entries(("ours", "opponents", "controls", "choices"), ("code",)))
-    parts = [loss_study._share(chosen, part, 3) for part in range(3)]
-    assert sorted(label for part in parts for _, label, _ in part) == sorted(
-        label for _, label, _ in chosen
-    )
-    [with_rank_8] = [part for part in parts if "rank 8, b2 0.999" in [one[1] for one in part]]
-    assert "adapprox" in [one[1] for one in with_rank_8]
+@pytest.mark.slow
+def test_a_real_run_is_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    small = Config(steps=4, warmup=1, batch_size=2, eval_every=2, eval_batches=1, layers=1)
+    monkeypatch.setitem(loss_study.SETTINGS, "code", small)
+    loss_study.main(("adapprox",), seeds=1, rates=(1e-3,), folder=tmp_path / "study")
+    (row,) = map(json.loads, (tmp_path / "study" / "runs.jsonl").read_text().splitlines())
+    assert (row["setting"], row["contender"]) == ("code", "adapprox")
+    assert (row["settings"]["learning_rate"], row["settings"]["seed"]) == (1e-3, 0)
+    assert [step for step, _ in row["curve"]] == [2, 4]
+    assert row["memory"]["state_mib"] > 0
+    assert "optimizer" not in row["settings"]  # that of the example's settings was not used
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("names", "arguments", "words"),
     [
-        ({"groups": ("theirs",)}, r"groups has \['theirs'\]; allowed: ours"),
-        ({"where": ("verse",)}, r"where has \['verse'\]; allowed: code; prose"),
-        ({"labels": ("AdamW",)}, r"labels has \['AdamW'\]; allowed: a; b"),
-        ({"part": 2, "parts": 2}, "part is 2; allowed: from 0 to parts - 1 = 1"),
+        (("Lion",), {}, r"contenders are \['Lion'\]; allowed: adapprox; adapprox 8 bits"),
+        ((), {}, r"contenders are \[\]; allowed: "),
+        (("CAME",), {"baseline": "Muon"}, "--baseline is 'Muon'; allowed: CAME"),
+        (("CAME",), {"seeds": 0}, "seeds=0, .*; allowed: at least 1 seed"),
+        (("CAME",), {"rates": (0.0,)}, "allowed: at least 1 seed, and rates above 0"),
     ],
 )
-def test_what_cannot_be_asked_for_is_named(study, arguments, words):
+def test_what_cannot_be_studied_is_named(tmp_path, names, arguments, words):
     with pytest.raises(SystemExit, match=words):
-        loss_study.main(**{"groups": ("ours",), **arguments})
-    assert study == []
+        loss_study.main(names, folder=tmp_path, **arguments)
+    assert not list(tmp_path.iterdir())

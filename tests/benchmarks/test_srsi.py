@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("flax")
-pytest.importorskip("matplotlib")
 
 from benchmarks import srsi
 
@@ -25,8 +24,7 @@ def test_errors_are_between_those_of_adafactor_and_the_svd(tmp_path, monkeypatch
         best = records[f"svd {rank}"]["error"]
         assert best <= records[f"srsi {rank}"]["error"] <= 1.02 * best
     assert records["svd 1"]["error"] <= records["adafactor"]["error"] <= 1
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "| srsi 8 |" in capsys.readouterr().out
+    assert "| S-RSI, rank 8 |" in capsys.readouterr().out
 
 
 @pytest.mark.slow

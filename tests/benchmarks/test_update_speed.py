@@ -2,95 +2,40 @@
 
 import dataclasses
 import json
-import pathlib
-import shlex
 
 import jax
 import numpy as np
 import pytest
 
 pytest.importorskip("flax")
-pytest.importorskip("matplotlib")
 
 from benchmarks import update_speed
 from benchmarks.inputs import gradients_like
 from benchmarks.update_speed import main
 from examples.gpt2.model import CONFIGS
 
-ROOT = pathlib.Path(__file__).parents[2]
-
-
-def records_of(name, model="117M"):
-    path = ROOT / "results" / "speed" / f"update_speed_{name}_cpu.json"
-    return json.loads(path.read_text())["records"][model]
-
-
-def ratios(records, name, reference):
-    cycles = [records[key]["seconds_of_cycles"] for key in (name, reference)]
-    return [one / other for one, other in zip(*cycles, strict=False)]
-
-
-def test_the_page_says_what_the_records_say():
-    page = (ROOT / "docs" / "performance.md").read_text()
-    for record in records_of("in_place_117M").values():
-        over = record["over_adafactor"]
-        cells = [f"{over:.2f}" if over < 10 else f"{over:.0f}", f"{record['temporaries_mib']:.0f}"]
-        cells += [f"{record['state_mib']:.1f}", f"{record['compile_seconds']:.1f}"]
-        assert " | ".join(cells) in page
-    many = records_of("in_place_117M_48_cycles")
-    small, large = (records_of("in_place_117M_345M", model) for model in ("117M", "345M"))
-    for name in ("adapprox", "adapprox rank 16", "adapprox 1 to 16 of 192"):
-        cells = [f"{of[name]['over_adafactor']:.2f}" for of in (small, large)]
-        cells.append(", ".join(f"{of[name]['temporaries_mib']:.0f}" for of in (small, large)))
-        assert " | ".join(cells) in page
-        if name in many:
-            found = ratios(many, name, "adafactor")
-            figures = many[name]["over_adafactor"], min(found), max(found)
-            assert " | ".join(f"{x:.2f}" for x in figures) in page
-    muon = records_of("muon_117M")
-    for name in set(muon) - {"muon"}:
-        found = ratios(muon, name, "muon")
-        cells = [f"{min(found):.2f} to {max(found):.2f}", f"{muon[name]['temporaries_mib']:.0f}"]
-        cells += [f"{muon[name]['state_mib']:.1f}", f"{muon[name]['compile_seconds']:.0f}"]
-        assert " | ".join(cells) in page
-
-
-def test_the_readme_gives_the_least_and_the_most_of_all_cycles():
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    records = [records_of(name) for name in ("in_place_117M", "in_place_117M_48_cycles")]
-
-    def span(name, reference):
-        found = [x for of in records if reference in of for x in ratios(of, name, reference)]
-        return f"{min(found):.1f} to {max(found):.1f}"
-
-    assert f"{span('adapprox', 'adafactor')} times as long as Adafactor's" in readme
-    assert f"({span('adapprox rank 16', 'adafactor')} at rank 16)" in readme
-    assert f"{span('adapprox', 'adamw')} times as long as AdamW's" in readme
-
 
 @pytest.fixture
 def small(monkeypatch):
-    """A matrix and a vector in place of a model's parameters: less to compile."""
+    """A matrix and a vector instead of a model's parameters: less to compile."""
     shapes = {"kernel": (128, 256), "bias": (256,)}
     like = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in shapes.items()}
     monkeypatch.setattr(update_speed, "parameter_shapes", lambda model: like)
 
 
 @pytest.mark.usefixtures("small")
-def test_records_and_picture_are_written(tmp_path, capsys):
+def test_records_are_written(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    names = ("adafactor", "adapprox rank 16", "sm3")
+    names = ("adafactor", "adapprox rank 16", "came")
     main(("tiny",), names, cycles=2, steps=2, output=path)
     result = json.loads(path.read_text())
-    assert shlex.split(result["command"])[6:9] == list(names[:3])
     records = result["records"]["tiny"]
     assert tuple(records) == names
     for record in records.values():
         assert len(record["seconds_of_cycles"]) == 2
-        assert record["over_adafactor"] > 0
+        assert record["seconds"] > 0
     assert records["adapprox rank 16"]["ranks"] == [0, 16]  # dense leaves have 0
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "| adapprox rank 16 |" in capsys.readouterr().out
+    assert "| adapprox rank 16 | tiny | " in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("small")
@@ -104,7 +49,7 @@ def test_a_whole_training_step(tmp_path, monkeypatch):
     monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], layers=1))
     path = tmp_path / "step.json"
     main(("tiny",), ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
-    assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["over_adamw"] == 1
+    assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["seconds"] > 0
 
 
 @pytest.mark.usefixtures("small")
@@ -114,6 +59,20 @@ def test_a_slow_contender_is_measured_by_one_step(tmp_path):
     record = result["records"]["tiny"]["adamw"]
     assert len(record["seconds_of_cycles"]) == 1
     assert record["cycles_left_out"]
+
+
+def test_times_are_over_those_of_the_reference_cycle_by_cycle():
+    common = {"temporaries_mib": 1.0, "state_mib": 2.0, "compile_seconds": 3.0}
+
+    def record(*seconds):
+        return {"seconds": float(np.median(seconds)), "seconds_of_cycles": list(seconds), **common}
+
+    of_model = {"adamw": record(1, 2, 8), "adafactor": record(2, 2, 2), "came": record(6)}
+    assert update_speed.table({"tiny": of_model}).splitlines()[2:] == [
+        "| adamw | tiny | 2.000 | 1.00 | 0.50 | 4.00 | 1 | 2.0 | 3.0 |",
+        "| adafactor | tiny | 2.000 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
+        "| came | tiny | 6.000 | 3.00 |  |  | 1 | 2.0 | 3.0 |",
+    ]
 
 
 def test_gradients_have_the_ranks_that_they_promise():
@@ -126,7 +85,7 @@ def test_gradients_have_the_ranks_that_they_promise():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: all, adamw, "),
+        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: adamw, "),
         (dict(cycles=0), "cycles=0, .*; allowed: integers of at least 1"),
     ],
 )

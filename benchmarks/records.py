@@ -1,0 +1,58 @@
+"""Records of benchmarks: files, tables, and what all of them hold."""
+
+import json
+import pathlib
+import re
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+RESULTS = pathlib.Path(__file__).parents[1] / "results"
+MIB = 2**20
+
+
+def name_of_device(device: str) -> str:
+    """The name of a device as part of a file name."""
+    return re.sub(r"\W+", "_", device).lower()
+
+
+def header() -> dict[str, str]:
+    """The command that makes a record, and what it runs on."""
+    name = pathlib.Path(sys.argv[0]).stem
+    return {
+        "command": shlex.join(["python", "-m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+    }
+
+
+def write(path: pathlib.Path, record: dict[str, Any], indent: int | None = 1) -> None:
+    """Writes a record as JSON, and makes its folder if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=indent) + "\n")
+
+
+def read(path: pathlib.Path) -> Any:
+    """What `write` wrote."""
+    return json.loads(path.read_text())
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown: the first column to the left, all others to the right."""
+    lines = [titles, ["---", *["---:"] * (len(titles) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def planned_memory(compiled: jax.stages.Compiled) -> dict[str, float]:
+    """Temporaries and peak of a compiled program in MiB, as its compiler plans them."""
+    memory = compiled.memory_analysis()
+    peak = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+    return {"temporaries_mib": memory.temp_size_in_bytes / MIB, "peak_mib": peak / MIB}

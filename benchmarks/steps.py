@@ -1,0 +1,38 @@
+"""The steps that benchmarks compile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from examples.gpt2.model import loss
+
+
+def update_step(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
+    """An optimizer's step: from gradients, parameters and state to new parameters and state."""
+
+    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def training_step(
+    graph: nnx.GraphDef, tx: optax.GradientTransformation
+) -> Callable[[Any, Any, jax.Array], tuple[Any, Any]]:
+    """A step of training: from parameters, state and tokens to new parameters and state.
+
+    Args:
+      graph: The structure of a GPT-2, as of `nnx.split`.
+      tx: The optimizer.
+    """
+    update = update_step(tx)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any]:
+        grads = jax.grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
+        return update(grads, params, state)
+
+    return step

@@ -1,1 +1,0 @@
-"""Optimizers that Adapprox is compared with and that Optax lacks, and controls."""

@@ -1,0 +1,88 @@
+"""Summaries and tables of the loss study."""
+
+import math
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import loss_tables
+from benchmarks.loss_tables import Summary, comparison, difference, summarize, with_error
+
+
+def row(contender, rate, seed, loss, setting="code"):
+    memory = None if loss is None else {"state_mib": 2.0, "parameters": 2**20}
+    settings = {"learning_rate": rate, "seed": seed}
+    common = {"setting": setting, "contender": contender, "settings": settings}
+    return {**common, "validation_loss": loss, "memory": memory}
+
+
+def summary(*losses, size=1.0):
+    return Summary(1e-3, dict(enumerate(losses)), size)
+
+
+def test_the_best_rate_has_the_least_mean_among_those_with_most_seeds():
+    rows = [row("a", 1e-3, seed, loss) for seed, loss in enumerate((3.0, 3.2))]
+    rows += [row("a", 2e-3, seed, loss) for seed, loss in enumerate((2.9, 3.5))]
+    rows += [row("a", 4e-3, 0, 2.0), row("b", 1e-3, 0, None), row("a", 1e-3, 0, 9.0, "prose")]
+    results = summarize(rows)
+    assert results["code", "a"] == Summary(1e-3, {0: 3.0, 1: 3.2}, 2.0)
+    assert results["code", "b"].losses == {0: math.inf}
+    assert math.isnan(results["code", "b"].bytes_a_parameter)
+    assert results["prose", "a"].mean == 9.0
+
+
+def test_differences_are_paired_by_seed():
+    assert difference(summary(3.0, 3.4), summary(3.1, 3.2, 9.0)) == "+0.0500 ± 0.1500"
+    assert difference(summary(1.0), summary(3.0)) == "-2.0000"
+    assert difference(summary(1.0, math.inf), summary(3.0, 3.0)) == ""
+    assert with_error([1.0, 3.0], ".2f") == "2.00 ± 1.00"
+
+
+def test_a_comparison_leaves_out_what_did_not_run_and_names_what_diverged():
+    results = {
+        ("code", "a"): summary(3.0, 3.2),
+        ("prose", "a"): summary(4.0, 4.0),
+        ("code", "b"): summary(2.0, math.inf, 2.0, size=0.5),
+    }
+    lines = comparison(results, ("a", "b", "c"), "a", ("code", "prose")).splitlines()
+    assert lines[2:] == [
+        "| a | 1.00 | 2 | 3.1000 ± 0.1000 | 0 | 0.001 | 4.0000 ± 0.0000 | 0 | 0.001 |",
+        "| b | 0.50 | 3 | 1 of 3 diverged |  | 0.001 |  |  |  |",
+    ]
+    brief = comparison(results, ("a",), "a", ("code",), with_rates=False)
+    assert brief.splitlines()[2:] == ["| a | 1.00 | 2 | 3.1000 ± 0.1000 | 0 |"]
+
+
+def test_variants_are_compared_with_their_default():
+    results = {("code", "a"): summary(3.0, 3.2), ("code", "a b2"): summary(3.1, 3.5)}
+    table = loss_tables.changes(results, {"a": ("b2",)}, "code")
+    assert table.splitlines()[2:] == ["| a b2 | 1.00 | +0.2000 ± 0.1000 | 2 | 0.001 |"]
+
+
+def test_a_line_that_was_not_finished_is_passed_over(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    path.write_text('{"setting": "code"}\n{"setting": "co')
+    assert loss_tables.read(path) == [{"setting": "code"}]
+
+
+def test_the_study_has_one_run_for_each_contender_rate_and_seed():
+    rows = loss_tables.read(loss_tables.STUDY)
+    keys = [
+        (one["setting"], one["contender"], *(one["settings"][k] for k in ("learning_rate", "seed")))
+        for one in rows
+    ]
+    assert len(keys) == len(set(keys)) == 1125
+    at_one_rate = [
+        one["validation_loss"]
+        for one, key in zip(rows, keys, strict=True)
+        if key[:3] == ("code", "adapprox", 2.4e-3)
+    ]
+    assert with_error(at_one_rate) == "3.1019 ± 0.0089"
+
+
+def test_points_are_drawn_of_what_there_is(tmp_path):
+    path = tmp_path / "picture.png"
+    results = {("code", "a"): summary(3.0, 3.2), ("code", "b"): summary(math.inf)}
+    loss_tables.draw(results, ("a", "b", "c"), ("code", "prose"), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
