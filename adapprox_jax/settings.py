@@ -150,7 +150,7 @@ STATIC_ARGS: tuple[str, ...] = (
 
 MUON_STATIC_ARGS: tuple[str, ...] = (
     *(name for name in STATIC_ARGS if name not in ("cosine_guidance", "bias_correction")),
-    *("orthogonalized", "nesterov", "newton_schulz_steps", "second_moment", "b1_elsewhere"),
+    *("orthogonalized", "nesterov", "newton_schulz_steps", "second_moment", "adapprox_b1"),
 )
 
 

@@ -204,7 +204,7 @@ def test_without_an_average_elsewhere_muon_keeps_none_there():
     muon, plain = (
         adapprox_jax.state_nbytes(tx, params)
         for tx in (
-            adapprox_jax.adapprox_muon(1e-3, b1_elsewhere=0.0),
+            adapprox_jax.adapprox_muon(1e-3, adapprox_b1=0.0),
             adapprox_jax.adapprox(1e-3, b1=0.0),
         )
     )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import adapprox_jax
 from adapprox_jax.linalg import orthonormalize, random_start
 from adapprox_jax.linalg import srsi as low_rank
-from adapprox_jax.linalg.products import column_energies, products_of, tiled_products
-from adapprox_jax.linalg.tiles import Tiling
+from adapprox_jax.linalg.products import contract, matmul, outer
+from adapprox_jax.linalg.tiles import in_tiles
 
 SPECTRA = {
     "geometric": lambda j: 0.9**j,
@@ -39,6 +39,11 @@ def with_spectrum(singular_values, shape, seed=0):
     left = np.linalg.qr(rng.normal(size=(shape[0], k)))[0]
     right = np.linalg.qr(rng.normal(size=(shape[1], k)))[0]
     return (left * singular_values) @ right.T
+
+
+def turned(q, u):
+    turn = low_rank.principal_turn(contract(u, u, 0))
+    return matmul(q, turn.T), matmul(u, turn.T)
 
 
 def error(matrix, q, u):
@@ -114,7 +119,7 @@ def test_parallel_columns_are_turned_into_one(width, breaks_down, monkeypatch):
     signs = (-1) ** np.arange(width)
     u = (direction * np.geomspace(1e-6, 1, width) * signs).astype(np.float32)
     q = np.eye(24, width, dtype=np.float32)
-    turn = jax.jit(lambda q, u: low_rank.rotate_to_principal(q, u))  # with the broken Cholesky
+    turn = jax.jit(turned)  # with the broken Cholesky
     turned_q, turned_u = map(np.asarray, turn(q, u))
     np.testing.assert_allclose(turned_q @ turned_u.T, q @ u.T, atol=1e-5 * np.max(np.abs(u)))
     energies = np.sum(np.square(np.asarray(turned_u, np.float64)), axis=0)
@@ -281,24 +286,29 @@ def test_many_matrices_are_orthonormalized_as_each_alone():
             np.testing.assert_allclose(basis, cholesky_basis(one), atol=2e-5)
 
 
+@pytest.mark.parametrize("tiles", [1, 6])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_products_are_the_same_in_tiles_and_along_both_axes(axis):
+def test_products_are_the_same_in_tiles_and_along_both_axes(axis, tiles):
     rng = np.random.default_rng(0)
-    matrix, x, y = (rng.normal(size=s).astype(np.float32) for s in ((16, 48), (48, 5), (16, 5)))
-    held, tiling = matrix if axis == 0 else matrix.T, Tiling(6, axis)
+    matrix, x, y = (rng.normal(size=s).astype(np.float32) for s in ((18, 48), (48, 5), (18, 5)))
+
+    def products(cut, whole):
+        held, of_rows = cut
+        q, u = (of_rows, whole) if axis == 0 else (whole, of_rows)
+        residual = jnp.sum(jnp.square(held - outer(q, u, axis)))
+        return contract(held, u, 1 - axis), contract(held, q, axis), residual, 2 * held
 
     @jax.jit
-    def all_products(held, x, y):
-        products = tiled_products(lambda tile: tiling.take(held, 1 - axis, tile), tiling)
-        images = products.image(x), products.normal_image(y), products.project(y)
-        return *images, products.residual_energy(y, x)
+    def all_products(matrix, x, y):
+        held, of_rows, whole = (matrix, y, x) if axis == 0 else (matrix.T, x, y)
+        return in_tiles(products, tiles, (held, of_rows), whole)
 
-    image, normal_image, projection, energy = all_products(held, x, y)
+    image, projection, energy, twice = all_products(matrix, x, y)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
     close(image, matrix @ x)
-    close(normal_image, matrix @ (matrix.T @ y))
     close(projection, matrix.T @ y)
     close(energy, np.linalg.norm(matrix - y @ x.T) ** 2)
+    close(twice, 2 * (matrix if axis == 0 else matrix.T))
 
 
 @pytest.mark.parametrize(
@@ -317,13 +327,13 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
     def factor(matrix):
         drawn = random_start.draw_start(jax.random.key(2), columns, width)
         start = random_start.start_columns(drawn, width, jnp.float32)
-        products = products_of(matrix)
-        q = low_rank.subspace_iteration(products, products.image(start), iterations, "qr")
-        u = products.project(q)
-        turned = low_rank.rotate_to_principal(q, u)
-        return products.residual_energy(q, u), [
-            (q, u, column_energies(u)) for q, u in ((q, u), turned)
-        ]
+        u = start
+        for _ in range(iterations):
+            [[q]] = orthonormalize.orthonormalize_qr([matmul(matrix, u)[None]])
+            u = contract(matrix, q, 0)
+        residual = jnp.sum(jnp.square(matrix - outer(q, u, 0)))
+        pairs = (q, u), turned(q, u)
+        return residual, [(q, u, jnp.sum(jnp.square(u), axis=0)) for q, u in pairs]
 
     residual, factors = jax.tree.map(np.asarray, factor(matrix))
     tail_error = jax.jit(low_rank.tail_error)

@@ -14,7 +14,7 @@ import adapprox_jax
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.random_start import draw_start, start_columns
 from adapprox_jax.transforms.orthogonalize import _pieces
-from adapprox_jax.transforms.partitioned import hidden_first
+from adapprox_jax.transforms.partitioned import partitioned
 from tests import reference, reference_muon
 from tests.test_phases import branches, gradients
 
@@ -230,7 +230,12 @@ def test_everything_else_is_adapprox():
     grads = gradients(5, SHAPES)
     nothing = jax.tree.map(lambda _: False, grads[0])
     ours = adapprox_jax.adapprox_muon(
-        1e-2, b2=0.99, b1_elsewhere=0.8, orthogonalized=nothing, max_rank=4, rate_elsewhere=0.25
+        1e-2,
+        b2=0.99,
+        adapprox_b1=0.8,
+        orthogonalized=nothing,
+        max_rank=4,
+        adapprox_learning_rate_scale=0.25,
     )
     plain = adapprox_jax.adapprox(0.25e-2, b1=0.8, b2=0.99, weight_decay=4e-4, max_rank=4)
     for one, other in zip(run(ours, grads)[0], run(plain, grads)[0], strict=True):
@@ -262,7 +267,7 @@ def test_few_bits_follow_the_average_in_full():
 
 def test_without_averages_no_bytes_are_kept_for_them():
     params = {"embedding": jnp.ones((512, 64)), "mlp": jnp.ones((64, 256))}
-    tx = adapprox_jax.adapprox_muon(1e-2, b1=0.0, b1_elsewhere=0.0, mu_dtype="int8")
+    tx = adapprox_jax.adapprox_muon(1e-2, b1=0.0, adapprox_b1=0.0, mu_dtype="int8")
     of_factors, of_neurons = 4 * (512 + 64) * 8, 4 * 256
     assert adapprox_jax.state_nbytes(tx, params) <= of_factors + of_neurons + 64  # and counts
 
@@ -340,12 +345,12 @@ def test_a_selection_that_does_not_fit_is_refused(chosen, message):
     [
         ("b1", -0.1),
         ("b1", 1.0),
-        ("b1_elsewhere", 1.5),
+        ("adapprox_b1", 1.5),
         ("b2", 2),
         ("nesterov", "no"),
         ("newton_schulz_steps", 0),
         ("second_moment", 8),
-        ("rate_elsewhere", 0.0),
+        ("adapprox_learning_rate_scale", 0.0),
         ("weight_decay", -1),
         ("max_rank", 0),
         ("mu_dtype", "int2"),
@@ -359,7 +364,7 @@ def test_bad_arguments_are_named(argument, value):
 @pytest.mark.parametrize("bad", [{"nesterov": "no"}, {"mu_dtype": "int2"}], ids=str)
 def test_bad_arguments_of_averages_that_are_not_kept_are_named(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
-        adapprox_jax.adapprox_muon(1e-3, b1=0.0, b1_elsewhere=0.0, **bad)
+        adapprox_jax.adapprox_muon(1e-3, b1=0.0, adapprox_b1=0.0, **bad)
 
 
 # ---------------------------------------------------------------------------------- the others
@@ -385,7 +390,7 @@ def test_the_state_is_read_resized_and_counted():
     for mu_dtype, most in (("int5", 0.72), ("int4", 0.59)):
         tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype=mu_dtype)
         assert adapprox_jax.state_nbytes(tx, params) < most * count
-    without = adapprox_jax.adapprox_muon(1e-3, b1=0.0, b1_elsewhere=0.0)
+    without = adapprox_jax.adapprox_muon(1e-3, b1=0.0, adapprox_b1=0.0)
     assert adapprox_jax.state_nbytes(without, params) < 0.025 * count  # README: 0.02
 
 
@@ -417,7 +422,7 @@ def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
 def test_hidden_matrices_come_first_and_nothing_else_is_changed():
     params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
     numbers = {"hidden": optax.scale(2.0), "rest": optax.scale_by_adam()}
-    ours = hidden_first(*numbers.values(), adapprox_jax.hidden_matrices)
+    ours = partitioned(*numbers.values(), adapprox_jax.hidden_matrices)
     optaxs = optax.partition(
         numbers,
         lambda tree: jax.tree.map(
@@ -429,7 +434,7 @@ def test_hidden_matrices_come_first_and_nothing_else_is_changed():
     results = [tx.update(grads, state)[0] for tx, state in zip((ours, optaxs), states, strict=True)]
     jax.tree.map(np.testing.assert_array_equal, *results)
     placeholders = optax.tree_map_params(ours, lambda x: x + 1, states[0])
-    assert float(placeholders.elsewhere.inner_state.mu["wte"][0, 0]) == 1
+    assert float(placeholders.others.inner_state.mu["wte"][0, 0]) == 1
 
 
 def test_everything_else_waits_for_the_second_moments_of_directions(monkeypatch):
@@ -440,7 +445,7 @@ def test_everything_else_waits_for_the_second_moments_of_directions(monkeypatch)
         waited.append(array.shape)
         return array
 
-    monkeypatch.setattr("adapprox_jax.hidden_first.begin_after", begin_after)
+    monkeypatch.setattr("adapprox_jax.partitioned.begin_after", begin_after)
     params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
     expected = [(80,), (512, 64)]
     for second_moment, shapes in ((True, expected), ("neurons", expected), (False, [])):

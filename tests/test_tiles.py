@@ -1,5 +1,7 @@
 """Tiles change nothing but the memory that is used."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax.linalg import tiles
-from adapprox_jax.step.factorize import MOST_TOGETHER
-from adapprox_jax.step.schedule import step_group
+from adapprox_jax.step import platform
 
 SETTINGS = {
     "fixed": dict(max_rank=4),
@@ -19,10 +20,16 @@ SETTINGS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _nothing_traced_in_tiles_is_left():
-    yield
-    step_group.clear_cache()
+@pytest.fixture
+def in_tiles(monkeypatch):
+    """Takes matrices for large that have more than a hundred entries."""
+
+    def switch(entries_of_a_tile):
+        small = dataclasses.replace(platform.CPU, largest_whole=100)
+        monkeypatch.setattr(platform, "CPU", small)
+        monkeypatch.setattr(tiles, "_TILE", entries_of_a_tile)
+
+    return switch
 
 
 def three_updates(shape, settings, dtype=jnp.float32):
@@ -50,13 +57,11 @@ ALONG = {"fixed": (96, 24), "five iterations": (24, 96), "adaptive": (24, 96)}
         for shape in [(24, 96), (96, 24), (97, 24)]
     ],
 )
-def test_updates_in_tiles_are_those_of_the_whole(name, shape, monkeypatch):
+def test_updates_in_tiles_are_those_of_the_whole(name, shape, in_tiles):
     settings = SETTINGS[name]
     expected, expected_state = three_updates(shape, settings)
-    step_group.clear_cache()  # what is traced for a shape is kept
-    monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
-    monkeypatch.setattr(tiles, "_TILE", 500)
-    assert (tiles.tiling_of(shape).tiles > 1) == (97 not in shape)  # a prime has no divisors
+    in_tiles(500)
+    assert (tiles.tile_count(shape, 100) > 1) == (97 not in shape)  # a prime has no divisors
     actual, state = three_updates(shape, settings)
     assert int(state.rank) == int(expected_state.rank)
     np.testing.assert_allclose(state.error, expected_state.error, rtol=1e-3)
@@ -65,12 +70,9 @@ def test_updates_in_tiles_are_those_of_the_whole(name, shape, monkeypatch):
     assert difference <= 1e-3 * np.linalg.norm(expected)
 
 
-def test_updates_in_tiles_have_the_type_of_gradients_in_bfloat16(monkeypatch):
-    """Then they cannot take the place of the product, which is in float32."""
+def test_updates_in_tiles_have_the_type_of_gradients_in_bfloat16(in_tiles):
     expected, _ = three_updates((24, 96), SETTINGS["fixed"], jnp.bfloat16)
-    step_group.clear_cache()
-    monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
-    monkeypatch.setattr(tiles, "_TILE", 500)
+    in_tiles(500)
     actual, _ = three_updates((24, 96), SETTINGS["fixed"], jnp.bfloat16)
     # A rounding in float32 may change the last of the 8 bits of any entry.
     assert np.linalg.norm(actual - expected) <= 2**-8 * np.linalg.norm(expected)
@@ -79,9 +81,8 @@ def test_updates_in_tiles_have_the_type_of_gradients_in_bfloat16(monkeypatch):
 @pytest.mark.parametrize(
     "settings", [{}, dict(approximate="moment", power_iterations=2)], ids=["root", "moment"]
 )
-def test_a_matrix_in_tiles_has_no_temporary_of_its_size(settings, monkeypatch):
-    monkeypatch.setattr(tiles, "_LARGEST_WHOLE", 100)
-    monkeypatch.setattr(tiles, "_TILE", 2**14)
+def test_a_matrix_in_tiles_has_no_temporary_of_its_size(settings, in_tiles):
+    in_tiles(2**14)
     matrix = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
     tx = adapprox_jax.scale_by_adapprox(**settings)
     lowered = jax.jit(tx.update, donate_argnums=1).lower(matrix, jax.eval_shape(tx.init, matrix))
@@ -95,12 +96,14 @@ def test_a_matrix_in_tiles_has_no_temporary_of_its_size(settings, monkeypatch):
         ((50304, 768), 32),  # tiles of 1572 rows, 4.6 MiB
         ((50257, 768), 29),  # the only divisor that fits
         ((50021, 768), 1),  # a prime
+        ((768, 50021), 32),
         ((4096, 16384), 64),
+        ((16384, 4096), 64),
     ],
 )
 def test_tile_counts(shape, expected):
-    assert tiles.tiling_of(shape).tiles == expected
-    assert tiles.tiling_of(shape[::-1]).tiles == expected
+    assert tiles.tile_count(shape, platform.CPU.largest_whole) == expected
+    assert tiles.tile_count(shape, None) == 1
 
 
 @pytest.mark.parametrize(
@@ -108,12 +111,8 @@ def test_tile_counts(shape, expected):
     [pytest.param(dict(max_rank=4), marks=pytest.mark.slow), dict(initial_rank=1, max_rank=4)],
 )
 def test_temporaries_are_those_of_one_leaf_and_not_of_all(settings):
-    """Of XLA's plan: with all leaves at once it would hold a matrix or two of each.
-
-    Where ranks are chosen, of the few leaves that share code.
-    """
-    together = MOST_TOGETHER if "initial_rank" in settings else 1
-    params = {str(i): jax.ShapeDtypeStruct((256, 512), jnp.float32) for i in range(4 * together)}
+    """Of XLA's plan: with all leaves at once it would hold a matrix or two of each."""
+    params = {str(i): jax.ShapeDtypeStruct((256, 512), jnp.float32) for i in range(4)}
     tx = adapprox_jax.adapprox(1e-3, **settings)
 
     def temporaries(params):
@@ -124,8 +123,7 @@ def test_temporaries_are_those_of_one_leaf_and_not_of_all(settings):
         )
         return compiled.memory_analysis().temp_size_in_bytes
 
-    one = temporaries({str(i): params[str(i)] for i in range(together)})
-    assert temporaries(params) <= one + 2 * together * 256 * 512 * 4
+    assert temporaries(params) <= temporaries({"0": params["0"]}) + 2 * 256 * 512 * 4
 
 
 def test_averages_in_codes_are_decoded_one_leaf_after_the_other():

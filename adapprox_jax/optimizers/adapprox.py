@@ -114,8 +114,7 @@ def adapprox(
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
       shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`; of
-      bfloat16 parameters give `hyperparam_dtype=jnp.float32`, too. An update with an adaptive rank
-      cannot be differentiated backwards (docs/algorithm.md).
+      bfloat16 parameters give `hyperparam_dtype=jnp.float32`, too.
 
     Raises:
       ValueError: an argument is out of range, or updates are neither clipped nor without bias.

@@ -14,7 +14,7 @@ from adapprox_jax.transforms.guided_ema import guided_ema
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
-from adapprox_jax.transforms.partitioned import hidden_first
+from adapprox_jax.transforms.partitioned import partitioned
 from adapprox_jax.transforms.scale_by_adapprox import scale_by_adapprox
 from adapprox_jax.transforms.weight_decay import decay_and_rate
 
@@ -36,8 +36,8 @@ def adapprox_muon(
     newton_schulz_steps: int = 5,
     second_moment: bool | Literal["neurons"] = "neurons",
     cautious_weight_decay: bool = False,
-    b1_elsewhere: jax.typing.ArrayLike = 0.9,
-    rate_elsewhere: jax.typing.ArrayLike = 1.0,
+    adapprox_b1: jax.typing.ArrayLike = 0.9,
+    adapprox_learning_rate_scale: jax.typing.ArrayLike = 1.0,
     initial_rank: int | None = None,
     max_rank: int | float = 8,
     error_threshold: optax.ScalarOrSchedule = 0.01,
@@ -55,10 +55,10 @@ def adapprox_muon(
     factor_dtype: jax.typing.DTypeLike | None = None,
     key: int | jax.Array = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon with a second moment of its directions, and `adapprox` for all else.
+    """Muon with a second moment of its directions, and `adapprox` for all other parameters.
 
     Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
-    or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. Everything else:
+    or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. All other parameters:
     `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both. Updates
     have about the size of AdamW's; the best rates were 3.5 and 5 times as high (docs/results.md).
 
@@ -83,12 +83,13 @@ def adapprox_muon(
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
       second_moment: Of the directions: "neurons" for one number for each output of a matrix
         (`scale_by_neuron_moment`), True for factors, False for none, as in Muon: an RMS of about
-        0.2 then. What is explained at `scale_by_adapprox` is of everything else, and of directions
+        0.2 then. What is explained at `scale_by_adapprox` is of all other parameters, and of directions
         where there are factors.
       cautious_weight_decay: Decay only entries that the update shrinks, too
         (`add_cautious_weight_decay`).
-      b1_elsewhere: Likewise of the running average of updates of everything else.
-      rate_elsewhere: What updates of everything else are multiplied by, above 0.
+      adapprox_b1: Decay of the running average of updates of all other parameters, in [0, 1).
+      adapprox_learning_rate_scale: Learning rate of all other parameters, as a multiple of
+        `learning_rate`; above 0.
       initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
         of the directions, as in AdaMuon, has `second_moment=True` and `min_dim_size_to_factor`
         above all sides.
@@ -129,9 +130,14 @@ def adapprox_muon(
     AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
-    for name, decay in (("b1", b1), ("b1_elsewhere", b1_elsewhere)):
+    for name, decay in (("b1", b1), ("adapprox_b1", adapprox_b1)):
         require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require("rate_elsewhere", rate_elsewhere, lambda x: x > 0, "a number above 0")
+    require(
+        "adapprox_learning_rate_scale",
+        adapprox_learning_rate_scale,
+        lambda x: x > 0,
+        "a number above 0",
+    )
     require_choice("second_moment", second_moment, (True, False, "neurons"))
     require_integer("newton_schulz_steps", newton_schulz_steps, 1)
     if second_moment == "neurons" and callable(b2):
@@ -179,17 +185,17 @@ def adapprox_muon(
         by_neurons = second_moment == "neurons"
         divided = scale_by_neuron_moment(b2, eps, numbers) if by_neurons else scaled()
         to_size = divided, scale_to_matrix_rms(RMS, numbers)
-    elsewhere = (
+    others = (
         scaled(),
         clip_by_matrix_rms(1.0, numbers),
-        averaged(b1_elsewhere),
-        optax.scale(rate_elsewhere),
+        averaged(adapprox_b1),
+        optax.scale(adapprox_learning_rate_scale),
     )
 
     return optax.chain(
-        hidden_first(
+        partitioned(
             optax.chain(*direction, *to_size),
-            optax.chain(*elsewhere),
+            optax.chain(*others),
             lambda tree: resolve_selection(orthogonalized, tree, numbers),
         ),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),

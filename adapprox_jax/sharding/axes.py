@@ -62,7 +62,7 @@ def _devices_along(sharding: NamedSharding, names: Any) -> int:
 
 
 def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Callable[..., Any]:
-    """Runs a function with automatic axes under an explicit mesh, and as it is elsewhere.
+    """Runs a function with automatic axes under an explicit mesh, and else as it is.
 
     Args:
       function: Any function of arrays.

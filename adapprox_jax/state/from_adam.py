@@ -38,7 +38,7 @@ from adapprox_jax.state.report import adapprox_states
 from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate, Approximation
 from adapprox_jax.transforms.guided_ema import GuidedEmaState, stored_average
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
-from adapprox_jax.transforms.partitioned import HiddenFirstState
+from adapprox_jax.transforms.partitioned import PartitionedState
 from adapprox_jax.transforms.weight_decay import CautiousWeightDecayState
 
 
@@ -108,8 +108,8 @@ def from_adam(
     adam = _only_adam_state(adam_state)
     check_concrete("from_adam", adam)
     state = tx.init(params)
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, HiddenFirstState))
-    if len(adapprox_states(state)) > 1 and not any(isinstance(x, HiddenFirstState) for x in nodes):
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PartitionedState))
+    if len(adapprox_states(state)) > 1 and not any(isinstance(x, PartitionedState) for x in nodes):
         raise ValueError(
             "tx has several second moments; allowed: those of adapprox_muon, or one. Adam's state"
             " does not tell which of them are of directions."
@@ -149,10 +149,10 @@ def from_adam(
         return stored if isinstance(of.step, tuple) else stored._replace(step=adam.count)
 
     def convert(of: Any) -> Any:
-        if isinstance(of, HiddenFirstState):
+        if isinstance(of, PartitionedState):
             return of._replace(
                 hidden=jax.tree.map(hidden, of.hidden, is_leaf=is_converted),
-                elsewhere=jax.tree.map(convert, of.elsewhere, is_leaf=is_converted),
+                others=jax.tree.map(convert, of.others, is_leaf=is_converted),
             )
         if isinstance(of, ScaleByAdapproxState):
             return second_moment(of)
@@ -185,7 +185,7 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
     return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, _counting()))
 
 
-_CONVERTED = (ScaleByAdapproxState, GuidedEmaState, HiddenFirstState, optax.ScaleByAdamState)
+_CONVERTED = (ScaleByAdapproxState, GuidedEmaState, PartitionedState, optax.ScaleByAdamState)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""One transformation for hidden matrices and then another one for everything else."""
+"""One transformation for hidden matrices, and then another one for all other parameters."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,16 +14,16 @@ from adapprox_jax.step.xla_order import begin_after
 from adapprox_jax.transforms.neuron_moment import ScaleByNeuronMomentState
 
 
-class HiddenFirstState(NamedTuple):
-    """State of `hidden_first`."""
+class PartitionedState(NamedTuple):
+    """State of `partitioned`."""
 
     hidden: optax.MaskedState
-    elsewhere: optax.MaskedState
+    others: optax.MaskedState
 
 
-def hidden_first(
+def partitioned(
     hidden: optax.GradientTransformation,
-    elsewhere: optax.GradientTransformation,
+    others: optax.GradientTransformation,
     is_hidden: Callable[[Any], Any],
 ) -> optax.GradientTransformation:
     """`optax.partition` of two that are worked on one after the other.
@@ -33,29 +33,29 @@ def hidden_first(
 
     Args:
       hidden: Of the leaves that are chosen.
-      elsewhere: Of the others.
+      others: Of all other leaves.
       is_hidden: From parameters or updates to a tree of booleans.
 
     Returns:
-      An `optax.GradientTransformation` with state `HiddenFirstState`.
+      An `optax.GradientTransformation` with state `PartitionedState`.
     """
 
-    def is_elsewhere(tree: Any) -> Any:
+    def is_other(tree: Any) -> Any:
         return jax.tree.map(lambda flag: not flag, is_hidden(tree))
 
-    first, second = optax.masked(hidden, is_hidden), optax.masked(elsewhere, is_elsewhere)
+    first, second = optax.masked(hidden, is_hidden), optax.masked(others, is_other)
 
-    def init(params: optax.Params) -> HiddenFirstState:
-        return HiddenFirstState(first.init(params), second.init(params))
+    def init(params: optax.Params) -> PartitionedState:
+        return PartitionedState(first.init(params), second.init(params))
 
     def update(
-        updates: optax.Updates, state: HiddenFirstState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, HiddenFirstState]:
-        check_state(state, HiddenFirstState, "adapprox_muon")
+        updates: optax.Updates, state: PartitionedState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, PartitionedState]:
+        check_state(state, PartitionedState, "adapprox_muon")
         updates, of_hidden = first.update(updates, state.hidden, params)
         updates = _others_after(_second_moments(of_hidden), is_hidden(updates), updates)
-        updates, of_others = second.update(updates, state.elsewhere, params)
-        return updates, HiddenFirstState(of_hidden, of_others)
+        updates, of_others = second.update(updates, state.others, params)
+        return updates, PartitionedState(of_hidden, of_others)
 
     return optax.GradientTransformation(init, update)
 

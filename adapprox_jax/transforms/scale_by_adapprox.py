@@ -116,8 +116,7 @@ def scale_by_adapprox(
 
     Returns:
       An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update can be
-      differentiated where the rank is fixed (NaN where a gradient is exactly 0, as of any square
-      root); with an adaptive one not backwards, for the loops that it has on CPUs.
+      differentiated; NaN where a gradient is exactly 0, as of any square root.
 
     Raises:
       ValueError: an argument is out of range, or a function gives what it must not.

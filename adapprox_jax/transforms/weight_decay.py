@@ -21,7 +21,7 @@ class CautiousWeightDecayState(NamedTuple):
 def add_cautious_weight_decay(
     weight_decay: optax.ScalarOrSchedule = 1e-4, mask: Any = None
 ) -> optax.GradientTransformation:
-    """`optax.add_decayed_weights` where update and parameter agree in sign, and nothing elsewhere.
+    """`optax.add_decayed_weights` for the entries whose update and parameter agree in sign.
 
     An update is what will be subtracted: where it agrees with the parameter both shrink it, and
     where it does not, the decay would work against it.

@@ -59,7 +59,7 @@ def build(
             tx = adapprox_jax.adapprox(learning_rate, **adam | paper | _of_adapprox(options))
         case "adapprox-muon":
             tx = adapprox_jax.adapprox_muon(
-                learning_rate, b1_elsewhere=options.b1, **decay, **_of_adapprox(options)
+                learning_rate, adapprox_b1=options.b1, **decay, **_of_adapprox(options)
             )
         case "adamw":
             tx = optax.adamw(learning_rate, **adam)
