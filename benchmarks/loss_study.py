@@ -83,14 +83,10 @@ def _adapprox(**settings: Any) -> Make:
     return _decayed(adapprox_jax.adapprox, **settings)
 
 
-def _adapprox_muon(
-    b1: float = 0.8, adapprox_learning_rate_scale: float = 2.0, **settings: Any
-) -> Make:
-    """With the settings that were tuned for these runs."""
+def _adapprox_muon(b1: float = 0.8, others: float = 2.0, **settings: Any) -> Make:
+    """With the settings tuned for these runs; `others` scales the rate of other parameters."""
     muon = adapprox_jax.adapprox_muon
-    return _decayed(
-        muon, b1=b1, adapprox_learning_rate_scale=adapprox_learning_rate_scale, **settings
-    )
+    return _decayed(muon, b1=b1, adapprox_learning_rate_scale=others, **settings)
 
 
 _ADAMW = _clipped(optax.scale_by_adam(b2=0.999))
@@ -112,9 +108,7 @@ CONTENDERS: dict[str, Contender] = {
     "adapprox_muon 4 bits": Contender(_adapprox_muon(mu_dtype="int4"), 1.2e-2),
     "adapprox_muon rank 8": Contender(_adapprox_muon(second_moment=True), 1.2e-2),
     "adapprox_muon b1 0.95": Contender(_adapprox_muon(b1=0.95), 1.2e-2),
-    "adapprox_muon defaults": Contender(
-        _adapprox_muon(b1=0.95, adapprox_learning_rate_scale=1.0), 1.2e-2
-    ),
+    "adapprox_muon defaults": Contender(_adapprox_muon(b1=0.95, others=1.0), 1.2e-2),
     "adapprox_muon no average": Contender(_adapprox_muon(b1=0.0, adapprox_b1=0.0), 1.2e-2),
     "NorMuon": Contender(_adapprox_muon(**_EXACT), 1.2e-2),
     "AdaMuon": Contender(_adapprox_muon(second_moment=True, **_EXACT), 1.2e-2),

@@ -13,12 +13,18 @@ import pytest
 import adapprox_jax
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.random_start import draw_start, start_columns
+from adapprox_jax.step import platform
 from adapprox_jax.transforms.orthogonalize import _pieces
 from adapprox_jax.transforms.partitioned import partitioned
 from tests import reference, reference_muon
 from tests.test_phases import branches, gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
+
+
+def at_once(entries):
+    """A CPU that works on so many entries of directions at once."""
+    return dataclasses.replace(platform.CPU, directions_at_once=entries)
 
 
 def run(tx, grads, params=None):
@@ -78,7 +84,7 @@ def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
     tx = adapprox_jax.orthogonalize()
     (grads,) = gradients(1, {name: SHAPES[name] for name in ("wide", "tall", "stack")})
     expected, _ = tx.update(grads, tx.init(grads))
-    monkeypatch.setattr("adapprox_jax.orthogonal_directions._AT_ONCE_ON_CPU", 2 * 24 * 40)
+    monkeypatch.setattr(platform, "CPU", at_once(2 * 24 * 40))
     actual, _ = tx.update(grads, tx.init(grads))
     for name in grads:
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -95,7 +101,7 @@ def test_a_long_stack_is_compiled_once(monkeypatch):
     tx = adapprox_jax.orthogonalize()
     (grads,) = gradients(1, {"stack": (83, 24, 40), "one": (24, 40), "short": (3, 40, 24)})
     expected, _ = tx.update(grads, tx.init(grads))
-    monkeypatch.setattr("adapprox_jax.orthogonal_directions._AT_ONCE_ON_CPU", 4 * 24 * 40)
+    monkeypatch.setattr(platform, "CPU", at_once(4 * 24 * 40))
     actual, _ = jax.jit(tx.update)(grads, tx.init(grads))
     for name in grads:
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
@@ -105,7 +111,7 @@ def test_a_long_stack_is_compiled_once(monkeypatch):
         return str(traced).count("optimization_barrier")
 
     looped = iterations()
-    monkeypatch.setattr("adapprox_jax.orthogonal_directions._MOST_UNROLLED", 100)
+    monkeypatch.setattr("adapprox_jax.transforms.orthogonalize._MOST_UNROLLED", 100)
     jax.clear_caches()
     assert looped < iterations() / 3
 
@@ -445,7 +451,7 @@ def test_everything_else_waits_for_the_second_moments_of_directions(monkeypatch)
         waited.append(array.shape)
         return array
 
-    monkeypatch.setattr("adapprox_jax.partitioned.begin_after", begin_after)
+    monkeypatch.setattr("adapprox_jax.transforms.partitioned.begin_after", begin_after)
     params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
     expected = [(80,), (512, 64)]
     for second_moment, shapes in ((True, expected), ("neurons", expected), (False, [])):

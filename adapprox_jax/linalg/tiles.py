@@ -42,12 +42,26 @@ def in_tiles(function: Callable[..., Any], tiles: int, cut: Any, whole: Any) -> 
     """
     if tiles == 1:
         return function(cut, whole)
-    of_all = jax.eval_shape(function, cut, whole)
     in_parts = jax.tree.map(lambda x: x.reshape(tiles, x.shape[0] // tiles, *x.shape[1:]), cut)
-    results = jax.lax.map(lambda tile: function(tile, whole), in_parts)
+    of_one = jax.eval_shape(function, jax.tree.map(lambda x: x[0], in_parts), whole)
+    structure: Any
+    of_all, structure = jax.tree.flatten(jax.eval_shape(function, cut, whole))
+    is_sum = [x.shape == y.shape for x, y in zip(of_all, jax.tree.leaves(of_one), strict=True)]
+    like = jax.tree.leaves(cut)[0]  # under `jax.shard_map` what is carried varies as this does
+    zeros = [jnp.zeros_like(like, x.dtype, shape=x.shape) for x in of_all]
 
-    def joined(parts: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-        is_sum = parts.shape[1:] == like.shape
-        return jnp.sum(parts, axis=0) if is_sum else parts.reshape(like.shape)
+    def one_tile(sums: list[Any], tile: Any) -> tuple[list[Any], list[Any]]:
+        results = jax.tree.leaves(function(tile, whole))
+        terms, parts = _divided(results, is_sum)
+        return [x + y for x, y in zip(sums, terms, strict=True)], parts
 
-    return jax.tree.map(joined, results, of_all)
+    sums, parts = jax.lax.scan(one_tile, _divided(zeros, is_sum)[0], in_parts)
+    left = iter(sums), iter(parts)
+    joined = [next(left[0] if of_sum else left[1]) for of_sum in is_sum]
+    return structure.unflatten(x.reshape(y.shape) for x, y in zip(joined, of_all, strict=True))
+
+
+def _divided(values: list[Any], chosen: list[bool]) -> tuple[list[Any], list[Any]]:
+    """Those that are chosen, and the others."""
+    pairs = list(zip(values, chosen, strict=True))
+    return [x for x, of_kind in pairs if of_kind], [x for x, of_kind in pairs if not of_kind]

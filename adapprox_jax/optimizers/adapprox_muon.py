@@ -83,8 +83,8 @@ def adapprox_muon(
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
       second_moment: Of the directions: "neurons" for one number for each output of a matrix
         (`scale_by_neuron_moment`), True for factors, False for none, as in Muon: an RMS of about
-        0.2 then. What is explained at `scale_by_adapprox` is of all other parameters, and of directions
-        where there are factors.
+        0.2 then. What is explained at `scale_by_adapprox` is of all other parameters, and of
+        directions where there are factors.
       cautious_weight_decay: Decay only entries that the update shrinks, too
         (`add_cautious_weight_decay`).
       adapprox_b1: Decay of the running average of updates of all other parameters, in [0, 1).

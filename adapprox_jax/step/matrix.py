@@ -19,7 +19,7 @@ from adapprox_jax.linalg.products import contract, contract_in_parts, fused_oute
 from adapprox_jax.linalg.quantization import in_blocks
 from adapprox_jax.linalg.random_start import start_columns, warm_start
 from adapprox_jax.linalg.rounding import rounded
-from adapprox_jax.linalg.srsi import mask_columns, normalize, power_of_two_below
+from adapprox_jax.linalg.srsi import mask_columns, power_of_two_below
 from adapprox_jax.settings import Settings
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.approximation import Approximation
@@ -168,20 +168,9 @@ def gradient_of(matrix: Matrix) -> jax.Array:
 
 def image_of(plan: Plan, matrix: Matrix, start: jax.Array) -> jax.Array:
     """A times the start, in parts (parts, m, width) that are still to be added."""
-    return _times(plan, target_of(plan, matrix), start)
-
-
-def normal_image_of(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
-    """A times A^T q, for one more iteration, in parts as in `image_of`."""
-    target = target_of(plan, matrix)
-    unit_u, _ = normalize(contract(target, q, plan.axis))
-    return _times(plan, target, unit_u)
-
-
-def _times(plan: Plan, target: jax.Array, x: jax.Array) -> jax.Array:
     # Several matrices keep all cores busy without more parts.
     most = plan.platform.most_parts if plan.batch == 1 else 1
-    return contract_in_parts(target, x, 1 - plan.axis, most)
+    return contract_in_parts(target_of(plan, matrix), start, 1 - plan.axis, most)
 
 
 def project(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS
-from adapprox_jax.linalg.srsi import power_of_two_below, principal_turn
+from adapprox_jax.linalg.srsi import normalize, power_of_two_below, principal_turn
 from adapprox_jax.linalg.tiles import tile_count
 from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
@@ -47,7 +47,6 @@ from adapprox_jax.step.matrix import (
     image_of,
     kept_columns,
     new_state,
-    normal_image_of,
     project,
     quotient_of,
     rank_of,
@@ -125,7 +124,9 @@ def step_stacks(
     bases = together(orthonormalize, images, have_sides=True)
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(plans, stacks, bases)
-        images = sweep(normal_image_of, plans, stacks, bases, like_q=1)
+        us = sweep(project, plans, stacks, bases, like_q=1)
+        starts = [jax.vmap(normalize)(u)[0] for u in us]
+        images = sweep(image_of, plans, stacks, starts, like_u=1)
         bases = together(orthonormalize, images, have_sides=True)
     stacks, bases = _made_anew(plans, stacks, bases)
     us = sweep(project, plans, stacks, bases, like_q=1)
