@@ -226,10 +226,10 @@ def residuals_of(
 ) -> jax.Array:
     """What adds up to ||A - q u^T||^2 in squared units."""
     difference = target_of(plan, matrix) - product_of(plan, Factors(q, u))
-    squares = jnp.square(difference * (1 / unit))
-    return (
-        jnp.sum(in_blocks(squares), axis=-1) if plan.platform.sums_in_blocks else jnp.sum(squares)
-    )
+    units = difference / unit
+    if plan.platform.sums_in_blocks:
+        return jnp.sum(jnp.square(in_blocks(units)), axis=-1)
+    return jnp.sum(jnp.square(units))
 
 
 def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:

@@ -65,7 +65,7 @@ class Found(NamedTuple):
     stacks: Sequence[Matrix]
     lasts: Sequence[LeafState]
     factors: Sequence[Factors]  # of all columns that were worked on
-    units: Sequence[jax.Array]  # powers of two, about as large as the largest entry of u
+    units: Sequence[jax.Array]  # powers of two, about as large as the largest image
 
     def of(self, leaves: Sequence[int]) -> "Found":
         """That of some leaves."""
@@ -100,10 +100,13 @@ def step_stacks(
     platform = plans[0].platform
     rounds = max(subspace.rounds(plan.width, plan.capacity, rule) for plan in plans)
 
-    def orthonormalize(images: list[jax.Array]) -> list[jax.Array]:
+    def orthonormalize(images: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
         added = [parts.sum(axis=1) for parts in images]
         unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
-        return ORTHONORMALIZE[subspace.orthogonalization](added, rounds, unroll)
+        bases = ORTHONORMALIZE[subspace.orthogonalization](added, rounds, unroll)
+        # A unit is known this early, so that no residual waits for another leaf's u.
+        units = [power_of_two_below(jnp.max(jnp.abs(x), axis=(1, 2))) for x in added]
+        return list(zip(bases, units, strict=True))
 
     largest = _largest([last.u for last in lasts], grads)
     scales = each(scale_of, plans, grads, largest)
@@ -115,24 +118,23 @@ def step_stacks(
         stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
     starts = each(start_of, plans, [last.u for last in lasts], largest)
     images: Sequence[jax.Array]
+    bases: Sequence[jax.Array]
     quotients: Sequence[jax.Array] = ()
     if platform.quotient_with_image:
         of_first_pass = sweep(image_and_quotient, plans, stacks, starts, like_u=1)
         images, quotients = zip(*of_first_pass, strict=True)
     else:
         images = sweep(image_of, plans, stacks, starts, like_u=1)
-    bases = together(orthonormalize, images, have_sides=True)
+    bases, units = zip(*together(orthonormalize, images, have_sides=True), strict=True)
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(plans, stacks, bases)
         us = sweep(project, plans, stacks, bases, like_q=1)
         starts = [jax.vmap(normalize)(u)[0] for u in us]
         images = sweep(image_of, plans, stacks, starts, like_u=1)
-        bases = together(orthonormalize, images, have_sides=True)
+        bases, units = zip(*together(orthonormalize, images, have_sides=True), strict=True)
     stacks, bases = _made_anew(plans, stacks, bases)
     us = sweep(project, plans, stacks, bases, like_q=1)
     factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
-    units = [power_of_two_below(x) for x in _largest(us, us)]
-
     found = Found(plans, stacks, lasts, factors, units)
     choices = choose_columns(found, measured)
     ranks = [choice.rank for choice in choices]
@@ -168,8 +170,9 @@ def _choose_fixed(found: Found, measured: jax.Array) -> list[Choice]:
     turns: Sequence[jax.Array | None] = [None] * len(found.plans)
     if any(plan.width > plan.capacity for plan in found.plans):
         turns = _turns(found)
+    # Read, and not a constant: of an argument that nothing reads the memory cannot be reused.
     choices = [
-        choice._replace(rank=jnp.full_like(choice.rank, plan.capacity))
+        choice._replace(rank=jnp.maximum(choice.rank, plan.capacity))
         for plan, choice in zip(found.plans, _unmeasured(found, turns), strict=True)
     ]
     if found.plans[0].platform.measures_every_step:
@@ -287,8 +290,8 @@ def _with_target(plan: Plan, stack: Matrix) -> Matrix:
 
 
 def _made_anew(
-    plans: Sequence[Plan], stacks: Sequence[Matrix], after: list[jax.Array]
-) -> tuple[list[Matrix], list[jax.Array]]:
+    plans: Sequence[Plan], stacks: Sequence[Matrix], after: Sequence[jax.Array]
+) -> tuple[list[Matrix], Sequence[jax.Array]]:
     """Recomputes targets after `after` instead of storing them, but for those that are kept."""
     if plans[0].platform.keeps_targets:
         return list(stacks), after
