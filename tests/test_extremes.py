@@ -62,6 +62,22 @@ def test_a_dense_leaf_moves_again_after_a_gradient_whose_square_overflows():
     np.testing.assert_allclose(updates, 1.0, rtol=1e-3)
 
 
+@pytest.mark.parametrize("accelerator", [False, True])
+def test_one_huge_entry_leaves_later_updates_within_their_bound(accelerator, request):
+    """No update exceeds that of its own gradient alone, g / sqrt((1 - b2) g^2)."""
+    if accelerator:
+        request.getfixturevalue("in_phases")()
+    tx = adapprox_jax.scale_by_adapprox(b2=0.999, min_dim_size_to_factor=1)
+    rng = np.random.default_rng(0)
+    sizes = (1, 1, 1e-3, 1e-3)
+    grads = [(size * rng.normal(size=(64, 96))).astype(np.float32) for size in sizes]
+    grads[1][3, 5] = 1e16
+    state, update = tx.init(grads[0]), jax.jit(tx.update)
+    for grad in grads:
+        updates, state = update(grad, state)
+        assert np.max(np.abs(updates)) <= 1.001 / np.sqrt(0.001)
+
+
 @pytest.mark.parametrize("bad", [jnp.inf, jnp.nan])
 def test_a_dense_leaf_hides_no_gradient_that_is_not_finite(bad):
     tx = adapprox_jax.scale_by_adapprox()
@@ -144,7 +160,7 @@ def test_clipping_scales_down_to_its_threshold():
 def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(
     optimizer, sizes, accelerator, request
 ):
-    """As long as none is much more than 1e18 times as large as all before it (`unit_scale`).
+    """As long as none is much more than 1e18 times as large as all before it (`step.matrix.scale_of`).
 
     Of matrices with factors, and of vectors and small matrices without.
     """

@@ -200,7 +200,7 @@ def _of_stack(
     plan: Plan, operands: Sequence[Any], *, function: Callable[..., Any], some: int | None
 ) -> Any:
     """A function of a plan and one matrix for all of a stack, or for `some` at once."""
-    if plan.platform.leaf_after_leaf:  # one matrix, without the axis of the stack
+    if plan.batch == 1:  # without the axis of the stack
         result = function(plan, *jax.tree.map(lambda x: x[0], operands))
         return jax.tree.map(lambda x: x[None], result)
     if some is None:
