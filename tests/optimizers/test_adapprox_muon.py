@@ -17,7 +17,7 @@ from adapprox_jax.step import platform
 from adapprox_jax.transforms.orthogonalize import _pieces
 from adapprox_jax.transforms.partitioned import partitioned
 from tests import reference, reference_muon
-from tests.test_phases import branches, gradients
+from tests.step.test_phases import branches, gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
 

@@ -160,7 +160,7 @@ def test_clipping_scales_down_to_its_threshold():
 def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(
     optimizer, sizes, accelerator, request
 ):
-    """As long as none is much more than 1e18 times as large as all before it (`step.matrix.scale_of`).
+    """As long as none is much more than 1e18 times as large as all before it (`scale_of`).
 
     Of matrices with factors, and of vectors and small matrices without.
     """
