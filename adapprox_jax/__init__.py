@@ -1,13 +1,12 @@
 """Adapprox for JAX and Optax: Adam with an adaptive low-rank second moment."""
 
-from adapprox_jax.growth import sampling_threshold, sigmoid_growth
 from adapprox_jax.linalg.quantization import dequantize, quantize
 from adapprox_jax.linalg.srsi import srsi
 from adapprox_jax.optimizers.adapprox import PAPER, adapprox
 from adapprox_jax.optimizers.adapprox_muon import adapprox_muon
 from adapprox_jax.params.hidden_matrices import hidden_matrices, muon_report
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers
-from adapprox_jax.second_moment_decay import increasing_decay
+from adapprox_jax.schedules import increasing_decay, sampling_threshold, sigmoid_growth
 from adapprox_jax.settings import MUON_STATIC_ARGS, STATIC_ARGS
 from adapprox_jax.sharding.state_shardings import state_shardings
 from adapprox_jax.state.from_adam import from_adam

@@ -128,6 +128,26 @@ def require_scalar(name: str, result: Any) -> None:
         raise ValueError(f"{name} gave {dtype.name}{list(shape)}; allowed: one real number.")
 
 
+def check_concrete(function: str, tree: Any) -> None:
+    """Raises ValueError where a function that works on the host is given traced arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if isinstance(leaf, jax.core.Tracer):
+            name = jax.tree_util.keystr(path) or "the only leaf"
+            raise ValueError(
+                f"{function} got a traced array at {name}; allowed: concrete arrays."
+                f" Call {function} between two steps, outside of jax.jit and the like."
+            )
+
+
+def check_state(state: Any, expected: type, transformation: str) -> None:
+    """Raises ValueError where a transformation is given the state of another one."""
+    if not isinstance(state, expected):
+        raise ValueError(
+            f"{transformation} got a state of type {type(state).__name__}; expected"
+            f" {expected.__name__}. Was the state made with other settings?"
+        )
+
+
 def is_zero(value: Any) -> bool:
     """Whether a hyperparameter is known to be zero: a concrete number, not an array."""
     return isinstance(value, numbers.Real) and value == 0

@@ -7,23 +7,26 @@ one optimizer serves every other one with equal settings.
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from adapprox_jax.argument_checks import (
+    at_step,
     require,
     require_choice,
     require_flag,
     require_function,
     require_integer,
+    require_or_schedule,
+    require_precise,
 )
 from adapprox_jax.linalg.orthonormalize import ROUNDS, WARM_ROUNDS
+from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth
 from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate, Approximation
 
-RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
@@ -36,7 +39,7 @@ class RankRule:
     initial_rank: int | None  # k_init; None: the rank is fixed at the buffers' width
     max_rank: int | float  # k_max
     rank_interval: int  # Delta s
-    rank_growth: RankGrowth  # f
+    rank_growth: RankGrowth | None  # f; None: the paper's
     rank_margin: int
 
     def __post_init__(self) -> None:
@@ -49,8 +52,13 @@ class RankRule:
             allowed = f"an integer of at least initial_rank = {least}"
             require("max_rank", self.max_rank, lambda x: x >= least, allowed)
         require_integer("rank_interval", self.rank_interval, 1)
-        require_function("rank_growth", self.rank_growth, "a function, or None")
+        require_function("rank_growth", self.growth, "a function, or None")
         require_integer("rank_margin", self.rank_margin, 0)
+
+    @property
+    def growth(self) -> RankGrowth:
+        """From an error to the columns to add."""
+        return PAPERS_GROWTH if self.rank_growth is None else self.rank_growth
 
     def is_fixed(self, capacity: int) -> bool:
         """Whether the rank is always that of buffers of `capacity` columns."""
@@ -137,6 +145,45 @@ class Settings:
     def approximation(self) -> Approximation:
         """What the factors stand for."""
         return APPROXIMATIONS[self.approximate]
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """The numbers of `scale_by_adapprox` that may be arrays, or functions from the step to one."""
+
+    b2: optax.ScalarOrSchedule
+    eps: jax.typing.ArrayLike
+    eps_root: jax.typing.ArrayLike
+    bias_correction: bool
+    error_threshold: optax.ScalarOrSchedule
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first field that is out of range."""
+        allowed = "a number in [0, 1), or a function from the step to one"
+        require_precise("b2", self.b2)
+        require_or_schedule("b2", self.b2, lambda x: 0 <= x < 1, allowed)
+        require("eps", self.eps, lambda x: x >= 0, "a number of at least 0")
+        require("eps_root", self.eps_root, lambda x: x >= 0, "a number of at least 0")
+        require_flag("bias_correction", self.bias_correction)
+        if self.bias_correction and callable(self.b2):
+            raise ValueError(
+                "bias_correction is True and b2 a function; allowed: with a number. A function that"
+                " begins at 0, as increasing_decay() does, leaves no bias."
+            )
+        allowed = "a number of at least 0, or a function from the step to one"
+        threshold = self.error_threshold
+        require_or_schedule("error_threshold", threshold, lambda x: x >= 0, allowed)
+
+    def at(self, step: jax.Array) -> dict[str, Any]:
+        """The numbers of a step, from 1, as `StepScalars` names them."""
+        b2 = at_step("b2", self.b2, step)
+        return {
+            "b2": b2,
+            "eps": self.eps,
+            "eps_root": self.eps_root,
+            "correction": 1 - b2**step if self.bias_correction else 1.0,
+            "error_threshold": at_step("error_threshold", self.error_threshold, step),
+        }
 
 
 # What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, b1 among

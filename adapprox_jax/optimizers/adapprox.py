@@ -6,14 +6,20 @@ import jax
 import optax
 
 from adapprox_jax.argument_checks import is_zero, require
-from adapprox_jax.growth import PAPERS_GROWTH
 from adapprox_jax.params.matrix_view import WeightDimensionNumbers
-from adapprox_jax.second_moment_decay import begins_at_zero
-from adapprox_jax.settings import Orthogonalization, RankGrowth
+from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
+from adapprox_jax.settings import (
+    Hyperparameters,
+    Orthogonalization,
+    RankRule,
+    Settings,
+    Storage,
+    Subspace,
+)
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import guided_ema
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
-from adapprox_jax.transforms.scale_by_adapprox import scale_by_adapprox
+from adapprox_jax.transforms.scale_by_adapprox import scale_with
 from adapprox_jax.transforms.weight_decay import decay_and_rate
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
@@ -79,7 +85,7 @@ def adapprox(
         `increasing_decay` gives.
       eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running average; None for that of the parameters, int8, "int5" or int4
+      mu_dtype: Type of the running average; None for that of the parameters, int8 or int4
         for codes with scales (see `guided_ema`).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
         a schedule.
@@ -130,31 +136,18 @@ def adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
+    settings = Settings(
+        RankRule(initial_rank, max_rank, rank_interval, rank_growth, rank_margin),
+        Subspace(power_iterations, oversampling, rotate, warm_start, orthogonalization),
+        Storage(min_dim_size_to_factor, factor_dtype),
+        approximate,
+    )
+    hyperparameters = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
+    numbers = weight_dimension_numbers
     return optax.chain(
-        scale_by_adapprox(
-            b2,
-            eps,
-            eps_root=eps_root,
-            bias_correction=bias_correction,
-            initial_rank=initial_rank,
-            max_rank=max_rank,
-            error_threshold=error_threshold,
-            rank_interval=rank_interval,
-            rank_growth=rank_growth,
-            rank_margin=rank_margin,
-            power_iterations=power_iterations,
-            oversampling=oversampling,
-            rotate=rotate,
-            warm_start=warm_start,
-            approximate=approximate,
-            orthogonalization=orthogonalization,
-            min_dim_size_to_factor=min_dim_size_to_factor,
-            weight_dimension_numbers=weight_dimension_numbers,
-            factor_dtype=factor_dtype,
-            key=key,
-        ),
-        _clip(clipping_threshold, bias_correction, b2, weight_dimension_numbers),
-        _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, weight_dimension_numbers),
+        scale_with(settings, hyperparameters, numbers, key),
+        _clip(clipping_threshold, bias_correction, b2, numbers),
+        _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, numbers),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
 

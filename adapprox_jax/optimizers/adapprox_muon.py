@@ -8,14 +8,22 @@ import optax
 from adapprox_jax.argument_checks import is_zero, require, require_choice, require_integer
 from adapprox_jax.params.hidden_matrices import Selection, resolve_selection
 from adapprox_jax.params.matrix_view import WeightDimensionNumbers
-from adapprox_jax.settings import Orthogonalization, RankGrowth
+from adapprox_jax.schedules import RankGrowth
+from adapprox_jax.settings import (
+    Hyperparameters,
+    Orthogonalization,
+    RankRule,
+    Settings,
+    Storage,
+    Subspace,
+)
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import guided_ema
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
 from adapprox_jax.transforms.partitioned import partitioned
-from adapprox_jax.transforms.scale_by_adapprox import scale_by_adapprox
+from adapprox_jax.transforms.scale_by_adapprox import scale_with
 from adapprox_jax.transforms.weight_decay import decay_and_rate
 
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
@@ -70,7 +78,7 @@ def adapprox_muon(
         second_moment="neurons" a number.
       eps: Added to the root of a second moment, at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
+      mu_dtype: Type of the running averages, as in `guided_ema`: int8 or int4 for codes.
         Of hidden matrices they are rounded to the nearest; few bits want a b1 as low as 0.8
         (docs/orthogonal.md).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
@@ -83,32 +91,31 @@ def adapprox_muon(
       newton_schulz_steps: Of the iteration that makes directions orthogonal.
       second_moment: Of the directions: "neurons" for one number for each output of a matrix
         (`scale_by_neuron_moment`), True for factors, False for none, as in Muon: an RMS of about
-        0.2 then. What is explained at `scale_by_adapprox` is of all other parameters, and of
-        directions where there are factors.
+        0.2 then. The settings from `initial_rank` on are for all
+        other parameters, and for directions where there are factors.
       cautious_weight_decay: Decay only entries that the update shrinks, too
         (`add_cautious_weight_decay`).
       adapprox_b1: Decay of the running average of updates of all other parameters, in [0, 1).
       adapprox_learning_rate_scale: Learning rate of all other parameters, as a multiple of
         `learning_rate`; above 0.
-      initial_rank: This and what follows is explained at `scale_by_adapprox`. A dense second moment
-        of the directions, as in AdaMuon, has `second_moment=True` and `min_dim_size_to_factor`
-        above all sides.
-      max_rank: See there, and so for all others.
-      error_threshold: See there.
-      rank_interval: See there.
-      rank_growth: See there.
-      rank_margin: See there.
-      power_iterations: See there.
-      oversampling: See there.
-      rotate: See there.
-      warm_start: See there.
-      approximate: See there.
-      orthogonalization: See there; it is of the factors and not of the directions.
-      min_dim_size_to_factor: See there.
-      weight_dimension_numbers: See there; it also says what the matrices are that become
-        orthogonal. A function is called on trees with `optax.MaskedNode` in place of some leaves.
-      factor_dtype: See there.
-      key: See there.
+      initial_rank: This and what follows is as in `scale_by_adapprox`.
+      max_rank: As there.
+      error_threshold: As there.
+      rank_interval: As there.
+      rank_growth: As there.
+      rank_margin: As there.
+      power_iterations: As there.
+      oversampling: As there.
+      rotate: As there.
+      warm_start: As there.
+      approximate: As there.
+      orthogonalization: As there.
+      min_dim_size_to_factor: As there. Above all sides, with `second_moment=True`, the directions
+        have a dense second moment, as in AdaMuon.
+      weight_dimension_numbers: As there. It also says which matrices become orthogonal. A function
+        is called on trees with `optax.MaskedNode` instead of some leaves.
+      factor_dtype: As there.
+      key: As there.
 
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` give
@@ -130,73 +137,60 @@ def adapprox_muon(
     AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
-    for name, decay in (("b1", b1), ("adapprox_b1", adapprox_b1)):
-        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require(
-        "adapprox_learning_rate_scale",
-        adapprox_learning_rate_scale,
-        lambda x: x > 0,
-        "a number above 0",
-    )
-    require_choice("second_moment", second_moment, (True, False, "neurons"))
+    _check(b1, b2, adapprox_b1, adapprox_learning_rate_scale, second_moment)
     require_integer("newton_schulz_steps", newton_schulz_steps, 1)
-    if second_moment == "neurons" and callable(b2):
-        raise ValueError(
-            "b2 is a function and second_moment 'neurons'; allowed: a number, or second_moment=True"
-            " or False."
-        )
-
-    def scaled() -> optax.GradientTransformation:
-        return scale_by_adapprox(
-            b2,
-            eps,
-            eps_root=eps_root,
-            initial_rank=initial_rank,
-            max_rank=max_rank,
-            error_threshold=error_threshold,
-            rank_interval=rank_interval,
-            rank_growth=rank_growth,
-            rank_margin=rank_margin,
-            power_iterations=power_iterations,
-            oversampling=oversampling,
-            rotate=rotate,
-            warm_start=warm_start,
-            approximate=approximate,
-            orthogonalization=orthogonalization,
-            min_dim_size_to_factor=min_dim_size_to_factor,
-            weight_dimension_numbers=weight_dimension_numbers,
-            factor_dtype=factor_dtype,
-            key=key,
-        )
-
+    settings = Settings(
+        RankRule(initial_rank, max_rank, rank_interval, rank_growth, rank_margin),
+        Subspace(power_iterations, oversampling, rotate, warm_start, orthogonalization),
+        Storage(min_dim_size_to_factor, factor_dtype),
+        approximate,
+    )
+    hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     numbers = weight_dimension_numbers
+    scaled = scale_with(settings, hyperparameters, numbers, key)
 
     def averaged(decay: jax.typing.ArrayLike, **how: Any) -> optax.GradientTransformation:
         # Made in any case: it checks its arguments.
         average = guided_ema(decay, mu_dtype=mu_dtype, weight_dimension_numbers=numbers, **how)
         return optax.identity() if is_zero(decay) else average
 
-    direction = (
-        averaged(b1, rounding="nearest", nesterov=nesterov),
-        orthogonalize(newton_schulz_steps, numbers),
-    )
     to_size: tuple[optax.GradientTransformation, ...] = (optax.scale(RMS),)
     if second_moment:
         by_neurons = second_moment == "neurons"
-        divided = scale_by_neuron_moment(b2, eps, numbers) if by_neurons else scaled()
+        divided = scale_by_neuron_moment(b2, eps, numbers) if by_neurons else scaled
         to_size = divided, scale_to_matrix_rms(RMS, numbers)
-    others = (
-        scaled(),
+    hidden = optax.chain(
+        averaged(b1, rounding="nearest", nesterov=nesterov),
+        orthogonalize(newton_schulz_steps, numbers),
+        *to_size,
+    )
+    others = optax.chain(
+        scaled,
         clip_by_matrix_rms(1.0, numbers),
         averaged(adapprox_b1),
         optax.scale(adapprox_learning_rate_scale),
     )
-
     return optax.chain(
-        partitioned(
-            optax.chain(*direction, *to_size),
-            optax.chain(*others),
-            lambda tree: resolve_selection(orthogonalized, tree, numbers),
-        ),
+        partitioned(hidden, others, lambda tree: resolve_selection(orthogonalized, tree, numbers)),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
+
+
+def _check(
+    b1: jax.typing.ArrayLike,
+    b2: optax.ScalarOrSchedule,
+    adapprox_b1: jax.typing.ArrayLike,
+    adapprox_learning_rate_scale: jax.typing.ArrayLike,
+    second_moment: bool | Literal["neurons"],
+) -> None:
+    """Raises ValueError for what the parts of the chain would not name as the caller does."""
+    for name, decay in (("b1", b1), ("adapprox_b1", adapprox_b1)):
+        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    scale, allowed = adapprox_learning_rate_scale, "a number above 0"
+    require("adapprox_learning_rate_scale", scale, lambda x: x > 0, allowed)
+    require_choice("second_moment", second_moment, (True, False, "neurons"))
+    if second_moment == "neurons" and callable(b2):
+        raise ValueError(
+            "b2 is a function and second_moment 'neurons'; allowed: a number, or second_moment=True"
+            " or False."
+        )

@@ -6,7 +6,7 @@ put into a box for the state of an optimizer must have metadata that describes i
 `optax.masked` a box may be empty: then it is none.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -73,16 +73,6 @@ def select_axes(names: Any, axes: Sequence[int | None]) -> tuple[Any, ...]:
     """The entries of `names`, one for each axis or fewer, at `axes`; None for a new axis."""
     names = tuple(getattr(names, "spec", names))  # a NamedSharding has its names in its spec
     return tuple(None if a is None or a >= len(names) else names[a] for a in axes)
-
-
-def map_unboxed(function: Callable[..., Any], tree: Any, *rest: Any) -> Any:
-    """`jax.tree.map` over the arrays in boxes; each result lies in a box like that of `tree`."""
-    return jax.tree.map(
-        lambda leaf, *others: rebox(leaf, function(unbox(leaf), *map(unbox, others))),
-        tree,
-        *rest,
-        is_leaf=is_box,
-    )
 
 
 def _is_linen(x: Any) -> bool:

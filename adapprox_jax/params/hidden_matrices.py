@@ -8,14 +8,14 @@ import jax
 import optax
 
 from adapprox_jax.params.boxes import is_box, unbox
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     WeightDimensionNumbers,
     check_dimension_numbers,
+    dimension_numbers_of,
     matrix_view,
-    resolve_dimension_numbers,
     view_shape,
 )
-from adapprox_jax.params.tree_checks import check_types
 
 # A tree of booleans that is a prefix of the parameters', or a function from the parameters to it.
 Selection: TypeAlias = Any | Callable[[Any], Any] | None
@@ -53,7 +53,9 @@ def hidden_matrices(
       >>> adapprox_jax.hidden_matrices(params)
       {'embedding': False, 'mlp': {'kernel': True}}
     """
-    return jax.tree.map(lambda why: why == "", _reasons(params, weight_dimension_numbers))
+    leaves = Leaves.of(params, "parameter")
+    reasons = _reasons(leaves, weight_dimension_numbers)
+    return leaves.structure.unflatten([reason == "" for reason in reasons])
 
 
 def muon_report(
@@ -83,14 +85,13 @@ def muon_report(
       ['head'] adapprox: 'head' names an embedding or a head
       ['mlp'] orthogonalized
     """
-    chosen = resolve_selection(orthogonalized, params, weight_dimension_numbers)
-    reasons = _reasons(params, weight_dimension_numbers)
-    named = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+    chosen = jax.tree.leaves(resolve_selection(orthogonalized, params, weight_dimension_numbers))
+    leaves = Leaves.of(params, "parameter")
+    reasons = _reasons(leaves, weight_dimension_numbers)
     report = {}
-    leaves = zip(named, jax.tree.leaves(chosen), jax.tree.leaves(reasons), strict=True)
-    for (path, _), is_chosen, reason in leaves:
+    for path, is_chosen, reason in zip(leaves.paths, chosen, reasons, strict=True):
         why = f"adapprox: {reason}" if orthogonalized is None else "adapprox"
-        report[jax.tree_util.keystr(path)] = "orthogonalized" if is_chosen else why
+        report[path] = "orthogonalized" if is_chosen else why
     return report
 
 
@@ -111,43 +112,28 @@ def resolve_selection(
         "None, a tree of booleans that is a prefix of the parameters, or a function of the"
         " parameters to one"
     )
+    leaves = Leaves.of(params)
     try:
-        chosen = jax.tree.map(
-            lambda flag, subtree: jax.tree.map(lambda _: unbox(flag), subtree, is_leaf=is_box),
-            given,
-            params,
-            is_leaf=is_box,
-        )
+        flags = [unbox(flag) for flag in leaves.spread(given, is_box)]
     except (ValueError, TypeError) as error:
         raise ValueError(f"orthogonalized is {given!r}; allowed: {allowed}.") from error
-    numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-    structure: Any
-    named, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_box)
-    flags, of_leaves = structure.flatten_up_to(chosen), structure.flatten_up_to(numbers)
-    for (path, leaf), flag, of_leaf in zip(named, flags, of_leaves, strict=True):
-        name = jax.tree_util.keystr(path)
+    numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+    for name, leaf, flag, of_leaf in zip(leaves.names, leaves.arrays, flags, numbers, strict=True):
         if not isinstance(flag, bool):
             raise ValueError(f"orthogonalized has {flag!r} at {name}; allowed: {allowed}.")
-        shape = unbox(leaf).shape
-        if flag and not matrix_view(shape, of_leaf).is_matrix:
+        if flag and not matrix_view(leaf.shape, of_leaf).is_matrix:
             raise ValueError(
-                f"orthogonalized names {name} of shape {shape}; allowed: leaves with rows and"
+                f"orthogonalized names {name} of shape {leaf.shape}; allowed: leaves with rows and"
                 " columns."
             )
-    return chosen
+    return leaves.structure.unflatten(flags)
 
 
-def _reasons(params: optax.Params, weight_dimension_numbers: WeightDimensionNumbers) -> Any:
+def _reasons(leaves: Leaves, weight_dimension_numbers: WeightDimensionNumbers) -> list[str]:
     """Why each leaf is no hidden matrix; an empty string where it is one."""
     check_dimension_numbers(weight_dimension_numbers)
-    check_types(params, "parameter")
-    numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf, of_leaf: _reason(path, unbox(leaf), of_leaf),
-        params,
-        numbers,
-        is_leaf=is_box,
-    )
+    numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+    return list(map(_reason, leaves.keys, leaves.arrays, numbers))
 
 
 def _reason(path: Any, leaf: Any, numbers: Any) -> str:

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
-import optax
 
 from adapprox_jax.argument_checks import require_function
-from adapprox_jax.params.boxes import content, is_box, is_flax_node
+from adapprox_jax.params.boxes import content, is_flax_node
+from adapprox_jax.params.leaves import Leaves
 
 
 class MatrixDimensionNumbers(NamedTuple):
@@ -112,32 +112,25 @@ def matrix_axes(
     return view.rows + view.columns
 
 
-def resolve_dimension_numbers(
-    weight_dimension_numbers: WeightDimensionNumbers, tree: optax.Params
-) -> Any:
-    """A tree like `tree` with dimension numbers, or None for the default view, at each leaf."""
-    if not jax.tree.leaves(tree):  # Optax initializes a state on a placeholder to label its fields.
-        return tree
+def dimension_numbers_of(
+    weight_dimension_numbers: WeightDimensionNumbers, leaves: Leaves
+) -> list[MatrixDimensionNumbers | None]:
+    """The dimension numbers of each leaf; None for the default view."""
+    if not leaves.boxed:  # Optax initializes a state on a placeholder to label its fields.
+        return []
     given = weight_dimension_numbers
     if callable(given):
-        given = given(tree)
-        # A function mapped over boxed parameters leaves its results in the boxes.
-        given = jax.tree.map(
-            lambda x: content(x) if is_flax_node(x) else x, given, is_leaf=_is_numbers
-        )
+        given = given(leaves.tree)
         check_dimension_numbers(given)
     try:
-        return jax.tree.map(
-            lambda numbers, subtree: jax.tree.map(lambda _: numbers, subtree, is_leaf=is_box),
-            given,
-            tree,
-            is_leaf=_is_numbers,
-        )
+        spread = leaves.spread(given, _is_numbers)
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"weight_dimension_numbers is {given!r}; allowed: None, MatrixDimensionNumbers, a tree"
             " of them that is a prefix of the parameters, or a function to such a tree."
         ) from error
+    # A function mapped over boxed parameters leaves its results in the boxes.
+    return [content(x) if is_flax_node(x) else x for x in spread]
 
 
 def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
@@ -154,31 +147,6 @@ def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
 
 def _is_numbers(x: Any) -> bool:
     return x is None or is_flax_node(x) or isinstance(x, MatrixDimensionNumbers)
-
-
-def map_matrices(
-    function: Callable[[Any], Any], operands: Any, batch_shape: tuple[int, ...]
-) -> Any:
-    """Applies a function of one matrix to a batch, one matrix after the other.
-
-    A loop and not `jax.vmap`, so that branches and loops inside it run for the matrices that need
-    them and no other.
-
-    Args:
-      function: Of one tree of arrays, without batch axes, to another.
-      operands: A tree of arrays, each with `batch_shape` in front.
-      batch_shape: The leading axes; none for a single matrix.
-
-    Returns:
-      The results, with `batch_shape` in front.
-    """
-    if not batch_shape:
-        return function(operands)
-    depth = len(batch_shape)
-    flat = jax.tree.map(lambda x: x.reshape(math.prod(batch_shape), *x.shape[depth:]), operands)
-    return jax.tree.map(
-        lambda x: x.reshape(*batch_shape, *x.shape[1:]), jax.lax.map(function, flat)
-    )
 
 
 def _default_axes(shape: tuple[int, ...]) -> list[int]:

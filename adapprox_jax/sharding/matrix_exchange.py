@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
@@ -34,7 +33,8 @@ def each_on_one_device(work: Work, stacks: Sequence[jax.Array]) -> list[jax.Arra
     return list(_partitioned(work, len(stacks))(*stacks))
 
 
-def _together(work: Work, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+def concatenated(work: Work, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Works on stacks that are put together as one."""
     whole = work(jnp.concatenate(stacks)) if len(stacks) > 1 else work(stacks[0])
     ends = [0]
     for stack in stacks:
@@ -43,10 +43,10 @@ def _together(work: Work, stacks: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _partitioned(work: Work, number: int) -> Callable[..., Any]:
-    """`_together` of so many stacks, with what each device does once the compiler divided them."""
+    """`concatenated` for so many stacks, with what a device does with its parts."""
 
     def plain(*stacks: jax.Array) -> tuple[jax.Array, ...]:
-        return tuple(_together(work, stacks))
+        return tuple(concatenated(work, stacks))
 
     def partition(mesh: Mesh, arguments: Any, _: Any) -> Any:
         lies = [_lie(mesh, argument) for argument in arguments]
@@ -121,33 +121,18 @@ def _of_parts(
     """What a device does with its parts of the stacks: all that lie alike in one exchange."""
     results = list(stacks)
     alike: dict[_Lie, list[int]] = {}
-    turned = set()
-    for i, (lie, stack) in enumerate(zip(lies, stacks, strict=True)):
-        m, n = (
-            size * _extent(mesh, names)
-            for size, names in zip(stack.shape[1:], lie[1:], strict=True)
-        )
-        other = _Lie(lie.batch, lie.columns, lie.rows)
-        if m == n and lie not in alike and other in alike:
-            turned.add(i)
-            lie = other
+    for i, lie in enumerate(lies):
         alike.setdefault(lie, []).append(i)
     for lie, members in alike.items():
-        parts = [jnp.swapaxes(stacks[i], 1, 2) if i in turned else stacks[i] for i in members]
-        which = np.concatenate([np.full(len(stacks[i]), i in turned) for i in members])
-        done = _together(functools.partial(_exchanged, work, mesh, lie, which), parts)
+        exchanged = functools.partial(_exchanged, work, mesh, lie)
+        done = concatenated(exchanged, [stacks[i] for i in members])
         for i, part in zip(members, done, strict=True):
-            results[i] = jnp.swapaxes(part, 1, 2) if i in turned else part
+            results[i] = part
     return results
 
 
-def _exchanged(
-    work: Work, mesh: Mesh, lie: _Lie, turned: np.ndarray, parts: jax.Array
-) -> jax.Array:
-    """Parts (batch, m / R, n / C) of matrices to whole ones, through `work`, and back.
-
-    Those that are `turned`, (batch,), are so on the way alone.
-    """
+def _exchanged(work: Work, mesh: Mesh, lie: _Lie, parts: jax.Array) -> jax.Array:
+    """Parts (batch, m / R, n / C) of matrices to whole ones, through `work`, and back."""
     of_tiles = lie.rows + lie.columns
     copies = tuple(x for x in mesh.axis_names if x not in lie.batch + of_tiles)
     R, C, D = (_extent(mesh, names) for names in (lie.rows, lie.columns, copies))
@@ -159,24 +144,13 @@ def _exchanged(
         filled = jax.lax.dynamic_slice_in_dim(filled, share, each * R * C)
     tiles = _exchange(filled.reshape(R * C, each, m, n), of_tiles)
     wholes = jnp.moveaxis(tiles.reshape(R, C, each, m, n), 2, 0)
-    wholes = jnp.swapaxes(wholes, 2, 3).reshape(each, R * m, C * n)
-    if turned.any():
-        of_devices = np.pad(turned, (0, each * R * C * D - B)).reshape(R * C * D, each)
-        mine = jnp.asarray(of_devices)[jax.lax.axis_index(copies + of_tiles)]
-        wholes = work(_transposed_where(mine, wholes))
-        wholes = _transposed_where(mine, wholes)
-    else:
-        wholes = work(wholes)
+    wholes = work(jnp.swapaxes(wholes, 2, 3).reshape(each, R * m, C * n))
     tiles = jnp.swapaxes(wholes.reshape(each, R, m, C, n), 2, 3)
     tiles = jnp.moveaxis(tiles, 0, 2).reshape(R * C, each, m, n)
     done = _exchange(tiles, of_tiles).reshape(R * C * each, m, n)
     if D > 1:
         done = jax.lax.all_gather(_as_bits(done), copies, tiled=True).view(done.dtype)
     return done[:B]
-
-
-def _transposed_where(chosen: jax.Array, matrices: jax.Array) -> jax.Array:
-    return jnp.where(chosen[:, None, None], jnp.swapaxes(matrices, 1, 2), matrices)
 
 
 def _exchange(x: jax.Array, over: tuple[str, ...]) -> jax.Array:

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from adapprox_jax.argument_checks import require_transformation
 from adapprox_jax.params.boxes import is_box, named_axes, unbox
-from adapprox_jax.params.tree_checks import leaf_name
+from adapprox_jax.params.leaves import leaf_name
 
 
 def state_shardings(

@@ -1,5 +1,7 @@
 """An Adam state turned into an Adapprox state, for runs and checkpoints that began with Adam."""
 
+import dataclasses
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -8,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import (
+    check_concrete,
     require,
     require_choice,
     require_flag,
@@ -15,27 +18,25 @@ from adapprox_jax.argument_checks import (
 )
 from adapprox_jax.linalg.random_start import require_key
 from adapprox_jax.linalg.srsi import frobenius_norm, normalize, relative_error, srsi
-from adapprox_jax.params.boxes import is_box, map_unboxed, rebox, unbox
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
+    MatrixView,
     WeightDimensionNumbers,
     check_dimension_numbers,
-    map_matrices,
+    dimension_numbers_of,
     matrix_view,
-    resolve_dimension_numbers,
     to_matrices,
-    view_shape,
 )
-from adapprox_jax.params.tree_checks import check_concrete, check_trees, leaf_name
 from adapprox_jax.sharding.axes import with_automatic_axes
 from adapprox_jax.state.layout import (
     LeafState,
     ScaleByAdapproxState,
     check_leaf,
     leaf_states,
-    state_of,
+    with_leaf_states,
 )
 from adapprox_jax.state.report import adapprox_states
-from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate, Approximation
+from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate
 from adapprox_jax.transforms.guided_ema import GuidedEmaState, stored_average
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
 from adapprox_jax.transforms.partitioned import PartitionedState
@@ -98,76 +99,72 @@ def from_adam(
     for name, decay in (("b1", b1), ("b2", b2)):
         require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    clip = optax.identity()
     if clipping_threshold is not None:
         allowed = "a number above 0, or None"
         require("clipping_threshold", clipping_threshold, lambda x: x > 0, allowed)
+        clip = clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
     require_flag("bias_correction", bias_correction)
     require_choice("approximate", approximate, tuple(APPROXIMATIONS))
     check_dimension_numbers(weight_dimension_numbers)
-    random_key = require_key(key)
-    adam = _only_adam_state(adam_state)
-    check_concrete("from_adam", adam)
+    moments = _moments_of(adam_state, params)
+    unbiased = moments.unbiased(b1, b2)
+    last_update = {x: m / (jnp.sqrt(unbiased.nu[x]) + eps) for x, m in unbiased.mu.items()}
+    second = _SecondMoments(
+        moments.nu if bias_correction else unbiased.nu,
+        approximate,
+        weight_dimension_numbers,
+        require_key(key),
+    )
+
+    def convert(node: Any) -> Any:
+        if isinstance(node, PartitionedState):
+            hidden = jax.tree.map(convert_hidden, node.hidden, is_leaf=_is_converted)
+            return PartitionedState(hidden, convert_all(node.others))
+        if isinstance(node, ScaleByAdapproxState):
+            return second.factored(node)
+        if isinstance(node, GuidedEmaState):
+            updates, _ = clip.update(_taken(last_update, node.mu), optax.EmptyState())
+            return stored_average(updates, node)
+        if isinstance(node, optax.ScaleByAdamState):
+            mu = optax.tree.cast_like(_taken(moments.mu, node.mu), node.mu)
+            return node._replace(mu=mu, nu=_taken(moments.nu, node.nu))
+        return node
+
+    def convert_hidden(node: Any) -> Any:
+        """The state of the directions of hidden matrices."""
+        if not isinstance(node, GuidedEmaState):
+            return node
+        stored = stored_average(_taken(moments.mu, node.mu), node)
+        return stored if isinstance(node.step, tuple) else stored._replace(step=moments.count)
+
+    def convert_all(tree: Any) -> Any:
+        return jax.tree.map(convert, tree, is_leaf=_is_converted)
+
     state = tx.init(params)
+    _check_state(state)
+    # Arrays of its own: states are donated.
+    return jax.tree.map(jnp.array, _set_counts(convert_all(state), moments.count))
+
+
+_CONVERTED = (ScaleByAdapproxState, GuidedEmaState, PartitionedState, optax.ScaleByAdamState)
+
+
+def _is_converted(node: Any) -> bool:
+    return isinstance(node, _CONVERTED)
+
+
+def _check_state(state: Any) -> None:
+    """Raises ValueError where it is not clear what a state has second moments of."""
+    count = len(adapprox_states(state))
+    if count == 0:
+        raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PartitionedState))
-    if len(adapprox_states(state)) > 1 and not any(isinstance(x, PartitionedState) for x in nodes):
+    if count > 1 and not any(isinstance(x, PartitionedState) for x in nodes):
         raise ValueError(
             "tx has several second moments; allowed: those of adapprox_muon, or one. Adam's state"
             " does not tell which of them are of directions."
         )
-    _check_shapes(adam, params)
-    t = int(adam.count)
-
-    def corrected(moment: Any, decay: float) -> Any:
-        return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
-
-    nu_hat, mu_hat = corrected(adam.nu, b2), corrected(adam.mu, b1)
-
-    def second_moment(of: ScaleByAdapproxState) -> ScaleByAdapproxState:
-        nu = _masked_as(of.nu, adam.nu if bias_correction else nu_hat)
-        numbers = resolve_dimension_numbers(weight_dimension_numbers, nu)
-        check_trees(nu, of.nu, "the second moments of adam_state")
-        convert_leaf = partial(
-            _factored_leaf, approximation=APPROXIMATIONS[approximate], key=random_key
-        )
-        leaves = jax.tree_util.tree_map_with_path(
-            convert_leaf, nu, numbers, leaf_states(of), is_leaf=is_box
-        )
-        return state_of(of.count, of.key, leaves)
-
-    def first_moment(of: GuidedEmaState) -> GuidedEmaState:
-        updates = map_unboxed(lambda m, v: m / (jnp.sqrt(v) + eps), mu_hat, nu_hat)
-        if clipping_threshold is not None:
-            clip = clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
-            updates, _ = clip.update(updates, optax.EmptyState())
-        return stored_average(_masked_as(of.mu, updates), of)
-
-    def hidden(of: Any) -> Any:
-        """The state of the directions of hidden matrices."""
-        if not isinstance(of, GuidedEmaState):
-            return of
-        stored = stored_average(_masked_as(of.mu, adam.mu), of)
-        return stored if isinstance(of.step, tuple) else stored._replace(step=adam.count)
-
-    def convert(of: Any) -> Any:
-        if isinstance(of, PartitionedState):
-            return of._replace(
-                hidden=jax.tree.map(hidden, of.hidden, is_leaf=is_converted),
-                others=jax.tree.map(convert, of.others, is_leaf=is_converted),
-            )
-        if isinstance(of, ScaleByAdapproxState):
-            return second_moment(of)
-        if isinstance(of, optax.ScaleByAdamState):
-            mu, nu = (_masked_as(of.mu, moment) for moment in (adam.mu, adam.nu))
-            return of._replace(mu=optax.tree.cast_like(mu, of.mu), nu=nu)
-        return first_moment(of) if isinstance(of, GuidedEmaState) else of
-
-    def is_converted(node: Any) -> bool:
-        return isinstance(node, _CONVERTED)
-
-    if not adapprox_states(state):
-        raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
-    state = _set_counts(jax.tree.map(convert, state, is_leaf=is_converted), adam.count)
-    return jax.tree.map(jnp.array, state)  # arrays of its own: states are donated
 
 
 def _set_counts(state: Any, count: jax.Array) -> Any:
@@ -202,88 +199,99 @@ def _counting() -> tuple[Any, ...]:
     )
 
 
-def _check_shapes(adam: optax.ScaleByAdamState, params: optax.Params) -> None:
-    """Raises ValueError naming a leaf of which Adam's state has another shape."""
-    shapes = {name: x.shape for name, x in _leaves_by_name(params).items()}
-    for name, leaf in _leaves_by_name(adam.mu).items():
-        if shapes.get(name, leaf.shape) != leaf.shape:
-            raise ValueError(
-                f"{name}: average and second moment in adam_state have shape {leaf.shape};"
-                f" expected {shapes[name]}."
-            )
+@dataclasses.dataclass(frozen=True)
+class _Moments:
+    """The averages of Adam by the paths of their leaves."""
+
+    count: jax.Array
+    mu: dict[str, jax.Array]
+    nu: dict[str, jax.Array]
+
+    def unbiased(self, b1: float, b2: float) -> "_Moments":
+        """The averages without their bias towards zero."""
+        t = int(self.count)
+
+        def corrected(moment: dict[str, jax.Array], decay: float) -> Any:
+            return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
+
+        return _Moments(self.count, corrected(self.mu, b1), corrected(self.nu, b2))
 
 
-def _leaves_by_name(tree: Any) -> dict[str, Any]:
-    """Arrays, without their boxes."""
-    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
-    return {leaf_name(path): unbox(leaf) for path, leaf in named}
+def _moments_of(state: Any, params: optax.Params) -> _Moments:
+    """The averages of the one Adam in a state.
 
-
-def _masked_as(like: Any, tree: Any) -> Any:
-    """A tree without the leaves that `optax.masked` left out of another."""
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
-    def is_leaf(x: Any) -> bool:
-        return is_masked(x) or is_box(x)
-
-    if not any(map(is_masked, jax.tree.leaves(like, is_leaf=is_masked))):
-        return tree
-    named = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
-    by_name = {leaf_name(path): leaf for path, leaf in named}
-
-    def of_leaf(path: Any, kept: Any) -> Any:
-        if is_masked(kept):
-            return kept
-        if leaf_name(path) not in by_name:
-            raise ValueError(f"{leaf_name(path)}: adam_state has no such leaf.")
-        return by_name[leaf_name(path)]
-
-    return jax.tree_util.tree_map_with_path(of_leaf, like, is_leaf=is_leaf)
-
-
-def _only_adam_state(state: Any) -> optax.ScaleByAdamState:
+    Raises:
+      ValueError: There is not one, its arrays are traced, or of other shapes than the parameters.
+    """
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
     found = [node for node in nodes if isinstance(node, optax.ScaleByAdamState)]
     if len(found) != 1:
         raise ValueError(f"adam_state holds {len(found)} states of Adam; allowed: one.")
-    return found[0]
-
-
-def _factored_leaf(
-    path: Any,
-    nu_box: Any,
-    numbers: Any,
-    boxed: LeafState,
-    *,
-    approximation: Approximation,
-    key: jax.Array,
-) -> LeafState:
-    """The state of one leaf that stands for a dense second moment."""
-    check_leaf(leaf_name(path), nu_box, numbers, boxed, "second moment in adam_state")
-    nu, state = unbox(nu_box), LeafState(*map(unbox, boxed))
-    if not state.is_factored:
-        return boxed._replace(nu=rebox(boxed.nu, jnp.asarray(nu, state.nu.dtype)))
-    view = matrix_view(nu.shape, numbers)
-    batch, _, _ = view_shape(nu.shape, view)
-    target = approximation.of_moment(nu)
-    *_, capacity = state.q.shape
-
-    def factors(target: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
-        one = partial(_factors, key=key, capacity=capacity, dtype=state.q.dtype)
-        return map_matrices(one, to_matrices(target, view), batch)
-
-    results_like = (state.q, state.u, state.error, state.drift)
-    q, u, error, drift = with_automatic_axes(factors, results_like)(target, key)
-    return LeafState(
-        q=rebox(boxed.q, q),
-        u=rebox(boxed.u, u),
-        rank=rebox(boxed.rank, jnp.full_like(state.rank, capacity)),
-        error=rebox(boxed.error, error.astype(state.error.dtype)),
-        drift=rebox(boxed.drift, drift.astype(state.drift.dtype)),
-        nu=boxed.nu,
+    [adam] = found
+    check_concrete("from_adam", adam)
+    mu, nu, of_params = (
+        dict(zip(leaves.names, leaves.arrays, strict=True))
+        for leaves in map(Leaves.of, (adam.mu, adam.nu, params))
     )
+    for name, leaf in mu.items():
+        expected = getattr(of_params.get(name), "shape", "none")
+        if leaf.shape != expected:
+            raise ValueError(
+                f"{name}: average and second moment in adam_state have shape {leaf.shape};"
+                f" expected {expected}."
+            )
+    return _Moments(adam.count, mu, nu)
+
+
+def _taken(moments: dict[str, jax.Array], like: Any) -> Any:
+    """A tree like another one, which may lack leaves, with what was found of its leaves."""
+    leaves = Leaves.of(like)
+    for name in leaves.names:
+        if name not in moments:
+            raise ValueError(f"{name}: adam_state has no such leaf.")
+    return leaves.filled([moments[name] for name in leaves.names])
+
+
+@dataclasses.dataclass(frozen=True)
+class _SecondMoments:
+    """Dense second moments by the paths of their leaves, and how they are to be kept."""
+
+    nu: dict[str, jax.Array]
+    approximate: Approximate
+    weight_dimension_numbers: WeightDimensionNumbers
+    key: jax.Array
+
+    def factored(self, state: ScaleByAdapproxState) -> ScaleByAdapproxState:
+        """A state that stands for these second moments."""
+        leaves = Leaves.of(_taken(self.nu, state.nu))
+        numbers = dimension_numbers_of(self.weight_dimension_numbers, leaves)
+        lasts = leaf_states(state)
+        for name, nu, of_leaf, last in zip(
+            leaves.names, leaves.arrays, numbers, lasts, strict=True
+        ):
+            check_leaf(name, nu, of_leaf, last, "second moment in adam_state")
+        views = [matrix_view(x.shape, n) for x, n in zip(leaves.arrays, numbers, strict=True)]
+        return with_leaf_states(
+            state, state.count, list(map(self._factored_leaf, leaves.arrays, views, lasts))
+        )
+
+    def _factored_leaf(self, nu: jax.Array, view: MatrixView, last: LeafState) -> LeafState:
+        if not last.is_factored:
+            return last._replace(nu=jnp.asarray(nu, last.nu.dtype))
+        batch, capacity = last.rank.shape, last.q.shape[-1]
+
+        def factors(target: jax.Array, key: jax.Array) -> Sequence[jax.Array]:
+            one = partial(_factors, key=key, capacity=capacity, dtype=last.q.dtype)
+            matrices = to_matrices(target, view)
+            stack = matrices.reshape(last.rank.size, *matrices.shape[-2:])
+            results = jax.lax.map(one, stack)  # one after the other: each takes memory
+            return [x.reshape(*batch, *x.shape[1:]) for x in results]
+
+        like = [last.q, last.u, last.error, last.drift]
+        target = APPROXIMATIONS[self.approximate].of_moment(nu)
+        q, u, error, drift = with_automatic_axes(factors, like)(target, self.key)
+        error, drift = error.astype(last.error.dtype), drift.astype(last.drift.dtype)
+        return LeafState(q, u, jnp.full_like(last.rank, capacity), error, drift, last.nu)
 
 
 @partial(jax.jit, static_argnames=("capacity", "dtype"))

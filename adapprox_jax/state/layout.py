@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.params.boxes import is_box, rebox_axes, unbox
+from adapprox_jax.params.boxes import rebox_axes, unbox
+from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, matrix_view, view_shape
 from adapprox_jax.settings import RankRule, Storage, resolve_capacity
 from adapprox_jax.sharding.axes import full_along
@@ -43,42 +44,56 @@ class LeafState(NamedTuple):
     @property
     def is_factored(self) -> bool:
         """Whether q and u hold the second moment, and not nu; also where `jax.vmap` has stacked."""
-        return unbox(self.q).ndim > unbox(self.rank).ndim
+        return bool(self.q.ndim > self.rank.ndim)
 
 
-def leaf_states(state: ScaleByAdapproxState) -> Any:
-    """A tree with the structure of the parameters and a `LeafState` at each leaf."""
-    trees = (getattr(state, name) for name in LeafState._fields)
-    return jax.tree.map(lambda *fields: LeafState(*fields), *trees, is_leaf=is_box)
+def leaf_states(state: ScaleByAdapproxState) -> list[LeafState]:
+    """The arrays of a state, leaf by leaf."""
+    return [LeafState(*fields) for fields in zip(*(x.arrays for x in _trees(state)), strict=True)]
 
 
-def state_of(count: jax.Array, key: jax.Array, leaves: Any) -> ScaleByAdapproxState:
-    """A state with a tree of `LeafState`s, as `leaf_states` gives it."""
-
-    def is_leaf(x: Any) -> bool:
-        return isinstance(x, LeafState)
-
-    trees = (
-        jax.tree.map(lambda leaf, name=name: getattr(leaf, name), leaves, is_leaf=is_leaf)
-        for name in LeafState._fields
-    )
-    return ScaleByAdapproxState(count, key, *trees)
+def with_leaf_states(
+    state: ScaleByAdapproxState, count: jax.Array, leaves: Sequence[LeafState]
+) -> ScaleByAdapproxState:
+    """The state with other arrays, as `leaf_states` gives them, and another count."""
+    trees = zip(_trees(state), unzipped(leaves, len(LeafState._fields)), strict=True)
+    return ScaleByAdapproxState(count, state.key, *(tree.filled(x) for tree, x in trees))
 
 
-def init_leaf(
-    param: Any, numbers: MatrixDimensionNumbers | None, rule: RankRule, storage: Storage
-) -> LeafState:
-    """The state of one leaf before the first step: factored where that is asked for and saves.
+def _trees(state: ScaleByAdapproxState) -> list[Leaves]:
+    return [Leaves.of(getattr(state, name)) for name in LeafState._fields]
+
+
+def init_state(
+    params: Leaves,
+    numbers: Sequence[MatrixDimensionNumbers | None],
+    key: jax.Array,
+    rule: RankRule,
+    storage: Storage,
+) -> ScaleByAdapproxState:
+    """The state before the first step.
 
     Args:
-      param: The parameter, anything with its shape and dtype, or a box around one.
-      numbers: Which of its axes form a matrix; None for the default view.
+      params: The parameters, or anything with their shapes and types.
+      numbers: Which axes of each form a matrix; None for the default view.
+      key: Data of the random key.
       rule: The first rank and the width of the buffers.
       storage: Which leaves are factored, and the type of the factors.
+    """
+    leaves = [
+        _init_leaf(leaf, of_leaf, rule, storage)
+        for leaf, of_leaf in zip(params.boxed, numbers, strict=True)
+    ]
+    trees = map(params.structure.unflatten, unzipped(leaves, len(LeafState._fields)))
+    return ScaleByAdapproxState(jnp.zeros([], jnp.int32), key, *trees)
 
-    Returns:
-      Zeros of the shapes that `ScaleByAdapproxState` names, no two of them one array, sharded and
-      boxed like the axes of the parameter that they follow.
+
+def _init_leaf(
+    param: Any, numbers: MatrixDimensionNumbers | None, rule: RankRule, storage: Storage
+) -> LeafState:
+    """Zeros, sharded and boxed like the axes of the parameter that they follow.
+
+    Factored where that is asked for and saves. No two are one array: states are donated.
     """
     leaf = unbox(param)
     dtype = jnp.promote_types(jax.dtypes.canonicalize_dtype(leaf.dtype), jnp.float32)
@@ -137,15 +152,14 @@ def check_leaf(
       state: Its state.
       what: What the array is, for the message.
     """
-    shape = unbox(array).shape
+    shape = array.shape
     if state.is_factored:
         batch, rows, columns = view_shape(shape, matrix_view(shape, numbers))
         given = (*batch, min(rows, columns), max(rows, columns))
-        q_shape, u_shape = unbox(state.q).shape, unbox(state.u).shape
-        expected = (*q_shape[:-1], u_shape[-2])
+        expected = (*state.q.shape[:-1], state.u.shape[-2])
         seen = f" is seen as matrices {given} (shorter side first); its state has factors of"
     else:
-        given, expected, seen = shape, unbox(state.nu).shape, "; its state was made for"
+        given, expected, seen = shape, state.nu.shape, "; its state was made for"
     if given != expected:
         raise ValueError(
             f"{path}: the {what} of shape {shape}{seen} {expected}. Was the state made for other"

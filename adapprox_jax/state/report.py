@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.argument_checks import require_transformation
-from adapprox_jax.params.boxes import is_box, unbox
-from adapprox_jax.params.tree_checks import check_concrete
+from adapprox_jax.argument_checks import check_concrete, require_transformation
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.sharding.axes import on_host
-from adapprox_jax.state.layout import ScaleByAdapproxState
+from adapprox_jax.state.layout import ScaleByAdapproxState, leaf_states
 
 
 class RankInfo(NamedTuple):
@@ -59,26 +58,25 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
     if adapprox_states(params):
         raise ValueError("params holds a state of Adapprox; allowed: rank_report(state, params).")
     check_concrete("rank_report", opt_state)
-    shapes = dict(_named_leaves(params))
+    params_of_state = Leaves.of(params)
+    by_name = dict(zip(params_of_state.paths, params_of_state.arrays, strict=True))
     report = {}
     for state in adapprox_states(opt_state):
-        columns = [jax.tree.leaves(tree) for tree in (state.q, state.u, state.error, state.drift)]
-        ranks = _named_leaves(state.rank)
-        for (name, rank), q, u, error, drift in zip(ranks, *columns, strict=True):
-            if q.ndim == rank.ndim:  # dense, also in a state that `jax.vmap` has stacked
+        for name, leaf in zip(Leaves.of(state.rank).paths, leaf_states(state), strict=True):
+            if not leaf.is_factored:
                 continue
-            if name not in shapes:
+            if name not in by_name:
                 raise ValueError(f"{name}: the state has this leaf; the parameters given have not.")
-            param = shapes[name]
-            norm = _matrix_norms(u)
+            param = by_name[name]
+            norm = _matrix_norms(leaf.u)
             report[name] = RankInfo(
                 shape=tuple(param.shape),
-                rank=_number(rank),
-                capacity=q.shape[-1],
-                error=_number(error),
-                nbytes=q.nbytes + u.nbytes,
+                rank=_number(leaf.rank),
+                capacity=leaf.q.shape[-1],
+                error=_number(leaf.error),
+                nbytes=leaf.q.nbytes + leaf.u.nbytes,
                 dense_nbytes=math.prod(param.shape) * param.dtype.itemsize,
-                drift=_number(on_host(drift).astype(np.float64) / np.where(norm == 0, 1, norm)),
+                drift=_number(on_host(leaf.drift).astype(float) / np.where(norm == 0, 1, norm)),
             )
     return report
 
@@ -108,11 +106,6 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
     require_transformation("tx", tx)
     state = jax.eval_shape(tx.init, params)
     return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_box)
-    return [(jax.tree_util.keystr(path), unbox(leaf)) for path, leaf in leaves]
 
 
 def _matrix_norms(x: jax.Array) -> np.ndarray:

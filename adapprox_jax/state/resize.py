@@ -7,12 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.argument_checks import require, require_flag, require_integer
-from adapprox_jax.params.boxes import rebox, unbox
-from adapprox_jax.params.tree_checks import check_concrete
+from adapprox_jax.argument_checks import check_concrete, require, require_flag, require_integer
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.settings import require_max_rank, resolve_capacity
 from adapprox_jax.sharding.axes import on_host
-from adapprox_jax.state.layout import LeafState, ScaleByAdapproxState, leaf_states, state_of
+from adapprox_jax.state.layout import (
+    LeafState,
+    ScaleByAdapproxState,
+    leaf_states,
+    with_leaf_states,
+)
 from adapprox_jax.state.report import rank_report
 from adapprox_jax.step.rank_choice import fit_columns
 
@@ -62,24 +66,21 @@ def resize(
     check_concrete("resize", opt_state)
     known: set[str] = set()
 
-    def resize_leaf(path: Any, boxed: LeafState) -> LeafState:
-        leaf, name = LeafState(*map(unbox, boxed)), jax.tree_util.keystr(path)
+    def resize_leaf(name: str, leaf: LeafState) -> LeafState:
         if not leaf.is_factored:
-            return boxed
+            return leaf
         known.add(name)
         width = max_rank.get(name) if isinstance(max_rank, Mapping) else max_rank
         if width is None:
-            return boxed
+            return leaf
         capacity = resolve_capacity(width, leaf.q.shape[-2], leaf.u.shape[-2])
-        return LeafState(*map(rebox, boxed, _resize_leaf(name, leaf, capacity, truncate)))
+        return _resize_leaf(name, leaf, capacity, truncate)
 
     def resize_state(state: Any) -> Any:
         if not isinstance(state, ScaleByAdapproxState):
             return state
-        leaves = jax.tree_util.tree_map_with_path(
-            resize_leaf, leaf_states(state), is_leaf=lambda x: isinstance(x, LeafState)
-        )
-        return state_of(state.count, state.key, leaves)
+        leaves = list(map(resize_leaf, Leaves.of(state.rank).paths, leaf_states(state)))
+        return with_leaf_states(state, state.count, leaves)
 
     resized = jax.tree.map(
         resize_state, opt_state, is_leaf=lambda x: isinstance(x, ScaleByAdapproxState)

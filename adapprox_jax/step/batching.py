@@ -18,7 +18,6 @@ from adapprox_jax.step.matrix import Matrix, Plan
 from adapprox_jax.step.platform import Platform, on_platform
 
 _SMALL = 10**5  # numbers of an array that may be copied
-_LARGEST_SLICE = 2**25  # entries of a stack that a device works on at once: 128 MiB in float32
 
 
 class Grouping(NamedTuple):
@@ -115,10 +114,10 @@ def _sum(stack: jax.Array) -> jax.Array:
     return stack.sum(tuple(range(1, stack.ndim)))
 
 
-def matrices_at_once(shape: tuple[int, ...]) -> int:
+def matrices_at_once(platform: Platform, shape: tuple[int, ...]) -> int:
     """How many matrices of a stack are worked on at once."""
     batch, rows, columns = shape
-    most = _LARGEST_SLICE * devices_in_use()
+    most = platform.largest_slice * devices_in_use()
     return min(batch, max(most // max(rows * columns, 1), 1))
 
 
@@ -162,7 +161,7 @@ def sweep(
     for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
         tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)
         tiled = function if tiles == 1 else _Tiled(function, tiles, like_q, like_u)
-        count = matrices_at_once(stack.grad.shape)
+        count = matrices_at_once(plan.platform, stack.grad.shape)
         some = count if count < stack.grad.shape[0] else None
         results.append(_of_stack(plan, [stack, *rest], function=tiled, some=some))
     return results
@@ -205,4 +204,5 @@ def _of_stack(
         return jax.tree.map(lambda x: x[None], result)
     if some is None:
         return jax.vmap(partial(function, plan))(*operands)
-    return jax.lax.map(lambda x: function(plan, *x), tuple(operands), batch_size=some)
+    batch_size = some if some > 1 else None
+    return jax.lax.map(lambda x: function(plan, *x), tuple(operands), batch_size=batch_size)

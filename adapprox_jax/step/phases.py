@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS
 from adapprox_jax.linalg.srsi import normalize, power_of_two_below, principal_turn
-from adapprox_jax.linalg.tiles import tile_count
 from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.batching import (
@@ -56,6 +55,7 @@ from adapprox_jax.step.matrix import (
     target_of,
     turned,
 )
+from adapprox_jax.step.platform import Platform
 
 
 class Found(NamedTuple):
@@ -283,7 +283,8 @@ def _largest(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[ja
 
 def _with_target(plan: Plan, stack: Matrix) -> Matrix:
     """A stack with its target in memory, unless that is large."""
-    if tile_count(stack.grad.shape[1:], plan.platform.largest_whole) > 1:
+    largest = plan.platform.largest_whole
+    if largest is not None and stack.grad.size > largest:
         return stack
     [target] = each(target_of, [plan], [stack])
     return stack._replace(target=target)
@@ -295,7 +296,7 @@ def _made_anew(
     """Recomputes targets after `after` instead of storing them, but for those that are kept."""
     if plans[0].platform.keeps_targets:
         return list(stacks), after
-    kept = _kept([stack.grad.shape for stack in stacks])
+    kept = _kept(plans[0].platform, [stack.grad.shape for stack in stacks])
     # Leaf by leaf, because under `jax.shard_map` what leaves a barrier varies as all that enters.
     pairs = [
         (stack.q, x) if i in kept else jax.lax.optimization_barrier((stack.q, x))
@@ -305,7 +306,7 @@ def _made_anew(
     return anew, [x for _, x in pairs]
 
 
-def _kept(shapes: Sequence[tuple[int, ...]]) -> set[int]:
+def _kept(platform: Platform, shapes: Sequence[tuple[int, ...]]) -> set[int]:
     """The few largest stacks that, kept in memory, leave room to work on each of the others."""
     kept: set[int] = set()
     most = _MOST_AT_ONCE * devices_in_use()
@@ -313,7 +314,7 @@ def _kept(shapes: Sequence[tuple[int, ...]]) -> set[int]:
     for place, i in enumerate(largest_first):
         others = [j for j in largest_first[: place + 2] if j not in kept and j != i]
         in_memory = sum(math.prod(shapes[j]) for j in (*kept, i))
-        sizes = (math.prod(shapes[j][1:]) * matrices_at_once(shapes[j]) for j in others)
+        sizes = (math.prod(shapes[j][1:]) * matrices_at_once(platform, shapes[j]) for j in others)
         if len(kept) < _MOST_KEPT and in_memory + max(sizes, default=0) <= most:
             kept.add(i)
     return kept

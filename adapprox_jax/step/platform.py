@@ -23,6 +23,8 @@ class Platform:
     """Parts that one long sum is split into, so that it keeps many cores busy."""
     largest_whole: int | None
     """Entries of a matrix above which passes go over it in tiles; None: never."""
+    largest_slice: int
+    """Entries of a stack of matrices that a pass works on at once."""
     keeps_targets: bool
     """The target of a matrix stays in memory from pass to pass; else only the largest do."""
     quotient_with_image: bool
@@ -47,6 +49,7 @@ CPU = Platform(
     fuses_outer_products=False,
     most_parts=1,
     largest_whole=2**23,
+    largest_slice=2**20,
     keeps_targets=True,
     quotient_with_image=True,
     measures_every_step=False,
@@ -62,6 +65,7 @@ ACCELERATOR = Platform(
     fuses_outer_products=True,
     most_parts=64,
     largest_whole=None,
+    largest_slice=2**25,
     keeps_targets=False,
     quotient_with_image=False,
     measures_every_step=True,

@@ -40,7 +40,7 @@ def choose_rank(
     def next_rank(rank: jax.Array) -> jax.Array:
         error = tail_error(energies, residual, jnp.maximum(rank - rule.rank_margin, 1))
         above = (error > error_threshold) | jnp.isnan(error_threshold)
-        given = rule.rank_growth(error)
+        given = rule.growth(error)
         require_scalar("rank_growth", given)
         growth = jnp.asarray(given)
         growth = jnp.where(growth >= 1, jnp.minimum(growth, capacity), 1)  # 1 also where it is NaN

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from adapprox_jax.params.matrix_view import (
     MatrixView,
     from_matrices,
-    map_matrices,
     to_matrices,
     view_shape,
 )
@@ -54,8 +53,7 @@ def step_leaves(
     """
 
     def step(platform: Platform, *operands: Any) -> Stepped:
-        leaf_after_leaf = platform.leaf_after_leaf
-        schedule = step_leaf_after_leaf if leaf_after_leaf else step_together
+        schedule = _leaf_after_leaf if platform.leaf_after_leaf else _together
         return schedule(*operands, platform=platform, views=views, settings=settings)
 
     operands = scalars, list(grads), list(states)
@@ -65,24 +63,22 @@ def step_leaves(
     return results
 
 
-def step_leaf_after_leaf(
+def _leaf_after_leaf(
     scalars: StepScalars,
     grads: Sequence[jax.Array],
     states: Sequence[LeafState],
     *,
-    platform: Platform,
     views: tuple[MatrixView, ...],
-    settings: Settings,
+    **static: Any,
 ) -> Stepped:
     """One step for one leaf after the other, so that the intermediates of few are in memory."""
-    results = []
-    draws = jax.tree.map(materialize, scalars.draws)
-    scalars = scalars.replaced(draws=draws)
+    results: Stepped = []
+    scalars = scalars.replaced(draws=jax.tree.map(materialize, scalars.draws))
     ready = last_error = jnp.zeros(())
     for grad, state, view in zip(grads, states, views, strict=True):
-        scaled, new = _step_leaf(
-            scalars, ready, grad, state, platform=platform, view=view, settings=settings
-        )
+        if state.is_factored:
+            state = state._replace(q=begin_after(ready, state.q))
+        [(scaled, new)] = _together(scalars, [grad], [state], views=(view,), **static)
         results.append((scaled, new))
         if new.is_factored:
             # A leaf waits for the last quotient of the one before it and the factors of the one
@@ -93,44 +89,8 @@ def step_leaf_after_leaf(
 
 
 # Outside of a compiled step it is compiled by itself, once for each shape and settings.
-@partial(jax.jit, static_argnames=("platform", "view", "settings"))
-def _step_leaf(
-    scalars: StepScalars,
-    ready: jax.Array,
-    grad: jax.Array,
-    state: LeafState,
-    *,
-    platform: Platform,
-    view: MatrixView,
-    settings: Settings,
-) -> tuple[jax.Array, LeafState]:
-    """One step for one leaf, which begins when `ready`, never negative, is known."""
-    if not state.is_factored:
-        return step_dense(scalars, grad, state)
-
-    def all_matrices(
-        scalars: StepScalars, ready: jax.Array, grad: jax.Array, state: LeafState
-    ) -> tuple[jax.Array, LeafState]:
-        waiting = state._replace(q=begin_after(ready, state.q), nu=())
-        scalars, grad, waiting = varying_alike((scalars, grad, waiting))
-        plan = _plan_of(scalars, grad, state, view, platform, settings, batch=1)
-
-        def one_matrix(operands: Any) -> tuple[jax.Array, LeafState]:
-            grad, last = jax.tree.map(lambda x: x[None], operands)
-            measured = settings.rank.is_measured(scalars.step)
-            [result] = step_stacks([plan], [grad], [last], measured)
-            stepped: tuple[jax.Array, LeafState] = jax.tree.map(lambda x: x[0], result)
-            return stepped
-
-        operands = to_matrices(grad, view), waiting
-        scaled, new = map_matrices(one_matrix, operands, state.rank.shape)
-        return from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)
-
-    return with_automatic_axes(all_matrices, (grad, state))(scalars, ready, grad, state)
-
-
 @partial(jax.jit, static_argnames=("platform", "views", "settings"))
-def step_together(
+def _together(
     scalars: StepScalars,
     grads: Sequence[jax.Array],
     states: Sequence[LeafState],
@@ -151,10 +111,8 @@ def step_together(
         plans, stacks, lasts = [], [], []
         for given, of_leaf, view in zip(grads, states, of_matrices, strict=True):
             own, grad, state = varying_alike((scalars, given, of_leaf._replace(nu=())))
-            batch = math.prod(of_leaf.rank.shape)
-            plan = _plan_of(own, grad, of_leaf, view, platform, settings, batch)
-            flat = partial(_flattened, depth=len(view.batch), batch=batch)
-            plans.append(plan)
+            plans.append(_plan_of(own, grad, of_leaf, view, platform, settings))
+            flat = partial(_flattened, depth=len(view.batch), batch=plans[-1].batch)
             stacks.append(flat(to_matrices(grad, view)))
             lasts.append(jax.tree.map(flat, state))
         results = []
@@ -171,7 +129,7 @@ def step_together(
     results = dict(zip(factored, of_factored, strict=True))
     for i, (grad, state) in enumerate(zip(grads, states, strict=True)):
         if i not in results:
-            results[i] = step_dense(scalars, grad, state)
+            results[i] = _step_dense(scalars, grad, state)
     return [results[i] for i in range(len(grads))]
 
 
@@ -182,15 +140,14 @@ def _plan_of(
     view: MatrixView,
     platform: Platform,
     settings: Settings,
-    batch: int,
 ) -> Plan:
-    _, rows, columns = view_shape(grad.shape, view)
+    batch, rows, columns = view_shape(grad.shape, view)
     return Plan(
         scalars.in_type(jnp.promote_types(grad.dtype, jnp.float32)),
         settings,
         platform,
         axis=0 if rows <= columns else 1,
-        batch=batch,
+        batch=math.prod(batch),
         shorter_side=min(rows, columns),
         capacity=state.q.shape[-1],
     )
@@ -200,7 +157,7 @@ def _flattened(array: jax.Array, depth: int, batch: int) -> jax.Array:
     return array.reshape(batch, *array.shape[depth:])
 
 
-def step_dense(
+def _step_dense(
     scalars: StepScalars, grad: jax.Array, state: LeafState
 ) -> tuple[jax.Array, LeafState]:
     """One step for a leaf that keeps its second moment as it is."""

@@ -1,15 +1,13 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import require, require_choice, require_flag
+from adapprox_jax.argument_checks import check_state, require, require_choice, require_flag
 from adapprox_jax.linalg.quantization import (
-    BITS,
     BLOCK,
     bits_of,
     dequantize,
@@ -17,15 +15,15 @@ from adapprox_jax.linalg.quantization import (
     quantized_like,
 )
 from adapprox_jax.linalg.rounding import uniform_noise
-from adapprox_jax.params.boxes import is_box, map_unboxed, rebox, rebox_axes, unbox
+from adapprox_jax.params.boxes import rebox_axes, unbox
+from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
     check_dimension_numbers,
+    dimension_numbers_of,
     matrix_axes,
-    resolve_dimension_numbers,
 )
-from adapprox_jax.params.tree_checks import check_state, check_trees, leaf_name
 from adapprox_jax.sharding.axes import full_along, with_automatic_axes
 from adapprox_jax.step.xla_order import begin_late_on_cpu
 
@@ -67,8 +65,8 @@ def guided_ema(
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
         parallel, would be multiplied by 1 / eps.
       mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type
-        of 16 bits or more, or int8, "int5" or int4 for codes with a scale for each block of 32
-        (`quantize`), 1.06, 0.69 or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or
+        of 16 bits or more, or int8 or int4 for codes with a scale for each block of 32
+        (`quantize`), 1.06 or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or
         32 columns are then kept as with None. Floating-point types are rounded to the nearest:
         bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
       rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
@@ -107,45 +105,45 @@ def guided_ema(
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
 
     bits = _bits_of(mu_dtype)
+    rule = _Rule(b1, bits, rounding, nesterov)
 
     def init(params: optax.Params) -> GuidedEmaState:
+        step = jnp.zeros([], jnp.int32) if bits or nesterov else ()
         if bits is None:
-            step = jnp.zeros([], jnp.int32) if nesterov else ()
             return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype), step=step)
-        zeros = jax.tree.map(partial(_zero_codes, bits=bits), params, is_leaf=is_box)
-        mu, scale = _unzip(params, zeros, 2)
-        return GuidedEmaState(mu, scale, jnp.zeros([], jnp.int32))
+        leaves = Leaves.of(params)
+        zeros = [_zero_codes(leaf, bits) for leaf in leaves.boxed]
+        mu, scale = map(leaves.structure.unflatten, unzipped(zeros, 2))
+        return GuidedEmaState(mu, scale, step)
 
     def update(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, GuidedEmaState]:
         del params
         check_state(state, GuidedEmaState, "guided_ema")
-        check_trees(updates, state.mu)
-        if _has_scales(state) != (bits is not None) and jax.tree.leaves(updates):
-            kept = "codes and scales" if _has_scales(state) else "no codes"
+        leaves = Leaves.of(updates)
+        mu, scales = leaves.matching(state.mu), _scales_of(state, leaves)
+        if (scales is not None) != (bits is not None) and leaves.boxed:
+            kept = "no codes" if scales is None else "codes and scales"
             raise ValueError(
                 f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made"
                 " with another mu_dtype?"
             )
-        no_scales = jax.tree.map(lambda _: (), updates, is_leaf=is_box)
-        step = () if bits is None and not nesterov else optax.safe_increment(state.step)
-        results = jax.tree_util.tree_map_with_path(
-            partial(
-                _average_leaf, b1=b1, bits=bits, rounding=rounding, step=step, nesterov=nesterov
-            ),
-            updates,
-            state.mu,
-            no_scales if bits is None else state.scale,
-            is_leaf=is_box,
+        step = optax.safe_increment(state.step) if bits or nesterov else ()
+        of_leaves = zip(
+            leaves.names, leaves.arrays, mu.arrays, _arrays(scales, leaves), strict=True
         )
-        averages, mu, scale = _unzip(updates, results, 3)
+        results = [_average_leaf(*of_leaf, step, rule) for of_leaf in of_leaves]
+        averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
-            factor = partial(guidance_scale, eps=eps, max_scale=max_scale)
-            numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-            averages = map_unboxed(lambda a, u, n: a * factor(u, a, n), averages, updates, numbers)
-        averages = optax.tree.cast_like(averages, updates)
-        return averages, GuidedEmaState(mu, () if bits is None else scale, step)
+            numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+            averages = [
+                average * guidance_scale(update, average, of_leaf, eps, max_scale)
+                for average, update, of_leaf in zip(averages, leaves.arrays, numbers, strict=True)
+            ]
+        emitted = [x.astype(u.dtype) for x, u in zip(averages, leaves.arrays, strict=True)]
+        new_scale = () if scales is None else scales.filled(new_scales)
+        return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step)
 
     return optax.GradientTransformation(init, update)
 
@@ -157,30 +155,42 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
       average: With the structure and shapes of the parameters.
       like: A state of `guided_ema` for these parameters.
     """
-    check_trees(average, like.mu)
+    leaves = Leaves.of(average)
+    mu, scales = leaves.matching(like.mu), _scales_of(like, leaves)
 
-    def store(average: Any, mu: Any, scale: Any) -> tuple[Any, Any]:
-        kept = unbox(mu)
+    def store(average: Any, kept: Any, scale: Any) -> tuple[Any, Any]:
         if not _is_coded(scale):
-            return rebox(mu, jnp.asarray(unbox(average), kept.dtype)), scale
-        codes, scales = quantize(unbox(average), bits_of(kept, unbox(average).shape[-1]))
-        return rebox(mu, codes), rebox(scale, scales)
+            return jnp.asarray(average, kept.dtype), scale
+        return quantize(average, bits_of(kept))
 
-    no_scales = jax.tree.map(lambda _: (), average, is_leaf=is_box)
-    scales = like.scale if _has_scales(like) else no_scales
-    stored = jax.tree.map(store, average, like.mu, scales, is_leaf=is_box)
-    mu, scale = _unzip(average, stored, 2)
-    return like._replace(mu=mu, scale=scale if _has_scales(like) else ())
+    stored = list(map(store, leaves.arrays, mu.arrays, _arrays(scales, leaves)))
+    new_mu, new_scales = unzipped(stored, 2)
+    scale = () if scales is None else scales.filled(new_scales)
+    return like._replace(mu=mu.filled(new_mu), scale=scale)
 
 
-def _has_scales(state: GuidedEmaState) -> bool:
-    """Whether a state was made for codes: it then has a scale, if of no axes, for each leaf."""
-    return not isinstance(state.scale, tuple) or bool(state.scale)
+class _Rule(NamedTuple):
+    """How an average is made and kept."""
+
+    b1: jax.typing.ArrayLike
+    bits: int | None  # None: no codes
+    rounding: Rounding
+    nesterov: bool
+
+
+def _scales_of(state: GuidedEmaState, leaves: Leaves) -> Leaves | None:
+    """The scales of a state that was made for codes: it has one, if of no axes, for each leaf."""
+    has_scales = not isinstance(state.scale, tuple) or bool(state.scale)
+    return leaves.matching(state.scale) if has_scales else None
+
+
+def _arrays(scales: Leaves | None, leaves: Leaves) -> list[Any]:
+    return [None] * len(leaves.boxed) if scales is None else scales.arrays
 
 
 def _is_coded(scale: Any) -> bool:
-    """Whether a leaf with this scale is kept in codes: () or a scalar says that it is not."""
-    return not isinstance(scale, tuple) and unbox(scale).ndim > 0
+    """Whether a leaf with this scale is kept in codes: None or a scalar says that it is not."""
+    return scale is not None and scale.ndim > 0
 
 
 def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
@@ -188,14 +198,14 @@ def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     if mu_dtype is None:
         return None
     try:
-        name = "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
+        name = jnp.dtype(mu_dtype).name
     except TypeError:
         name = repr(mu_dtype)
-    if name in ("int8", "int5", "int4"):
+    if name in ("int8", "int4"):
         return int(name.removeprefix("int"))
     if name.startswith(("float", "bfloat")) and jnp.dtype(mu_dtype).itemsize >= 2:
         return None
-    allowed = "None, floating-point types of 16 bits or more, int8, int5, int4"
+    allowed = "None, floating-point types of 16 bits or more, int8, int4"
     raise ValueError(f"mu_dtype is {name}; allowed: {allowed}.")
 
 
@@ -215,52 +225,49 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
 
 
 def _average_leaf(
-    path: Any,
-    update: Any,
-    mu: Any,
-    scale: Any,
-    *,
-    b1: jax.typing.ArrayLike,
-    bits: int | None,
-    rounding: Rounding,
-    step: Any,
-    nesterov: bool,
+    name: str, update: Any, mu: Any, scale: Any, step: Any, rule: _Rule
 ) -> tuple[Any, Any, Any]:
     """What is emitted of the new average of one leaf, float32 or wider, and what is stored."""
-    given, kept, scales = unbox(update), unbox(mu), unbox(scale)
-    dtype = jnp.promote_types(given.dtype, jnp.float32)
-    if bits is None or not _is_coded(scale):
-        _check_shape(path, given, kept.shape, kept.shape == given.shape)
-        wide = given.astype(dtype)
-        average = jnp.asarray(b1 * kept.astype(dtype) + (1 - b1) * wide)
-        emitted = _look_ahead(average, wide, b1, step) if nesterov else average
-        return rebox(update, emitted), rebox(mu, average.astype(kept.dtype)), scale
+    dtype = jnp.promote_types(update.dtype, jnp.float32)
+
+    def averaged(update: jax.Array, last: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
+        wide = update.astype(dtype)
+        average = jnp.asarray(rule.b1 * last.astype(dtype) + (1 - rule.b1) * wide)
+        return average, _look_ahead(average, wide, rule.b1, step) if rule.nesterov else average
+
+    if rule.bits is None or not _is_coded(scale):
+        if mu.shape != update.shape:
+            raise ValueError(f"{name}: got shape {update.shape}; expected {mu.shape}.")
+        average, emitted = averaged(update, mu, step)
+        return emitted, average.astype(mu.dtype), scale
+    _check_codes(name, update, mu, rule.bits)
+    bits = rule.bits
 
     def coded(
-        given: jax.Array, kept: jax.Array, scales: jax.Array, step: jax.Array, bits: int = bits
+        update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
-        kept = begin_late_on_cpu(given, kept)
-        previous, wide = dequantize(kept, scales, given.shape[-1]), given.astype(dtype)
-        average = jnp.asarray(b1 * previous.astype(dtype) + (1 - b1) * wide)
-        emitted = _look_ahead(average, wide, b1, step) if nesterov else average
-        noise = uniform_noise(given.shape, step) if rounding == "stochastic" else None
+        codes = begin_late_on_cpu(update, codes)
+        average, emitted = averaged(update, dequantize(codes, scales, update.shape[-1]), step)
+        noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
         return emitted, *quantize(average, bits, noise)
 
-    fitting = [
-        b
-        for b in BITS
-        if (like := quantized_like(given.shape, b)[0]).shape == kept.shape
-        and like.dtype == kept.dtype
-    ]
-    _check_shape(path, given, f"what has codes {kept.shape}", bool(fitting))
-    if bits not in fitting:
-        raise ValueError(
-            f"{leaf_name(path)}: the state's codes have {fitting[0]} bits; mu_dtype is int{bits}."
-            " Was the state made with another mu_dtype?"
-        )
-    operands = given, kept, scales
+    operands = update, mu, scale
     emitted, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
-    return rebox(update, emitted), rebox(mu, codes), rebox(scale, scales)
+    return emitted, codes, scales
+
+
+def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> None:
+    """Raises ValueError where codes are of another shape or of other bits."""
+    expected = quantized_like(update.shape, bits_of(codes))[0].shape
+    if codes.shape != expected:
+        raise ValueError(
+            f"{name}: got shape {update.shape}; expected what has codes {codes.shape}."
+        )
+    if bits != bits_of(codes):
+        raise ValueError(
+            f"{name}: the state's codes have {bits_of(codes)} bits; mu_dtype is int{bits}. Was the"
+            " state made with another mu_dtype?"
+        )
 
 
 def _look_ahead(
@@ -270,20 +277,6 @@ def _look_ahead(
     power = b1**step
     older, newer = b1 / (1 - b1 * power), (1 - b1) / (1 - power)
     return jnp.asarray(older * average + newer * update)
-
-
-def _check_shape(path: Any, given: jax.Array, expected: Any, fits: bool) -> None:
-    """Raises ValueError naming a leaf whose update has another shape than its state."""
-    if not fits:
-        raise ValueError(f"{leaf_name(path)}: got shape {given.shape}; expected {expected}.")
-
-
-def _unzip(like: Any, tuples: Any, length: int) -> list[Any]:
-    """A tree of tuples as a list of trees with the structure of `like`."""
-    return [
-        jax.tree.map(lambda _, results, i=i: results[i], like, tuples, is_leaf=is_box)
-        for i in range(length)
-    ]
 
 
 def guidance_scale(

@@ -2,19 +2,18 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import require
-from adapprox_jax.params.boxes import is_box, rebox, unbox
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     WeightDimensionNumbers,
     check_dimension_numbers,
+    dimension_numbers_of,
     matrix_axes,
-    resolve_dimension_numbers,
 )
 from adapprox_jax.step.batching import sums_of
 
@@ -100,20 +99,17 @@ def _divided_by(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-        structure: Any
-        leaves, structure = jax.tree.flatten(updates, is_leaf=is_box)
-        arrays = [unbox(leaf) for leaf in leaves]
+        leaves = Leaves.of(updates)
+        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        arrays = leaves.arrays
         wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
-        of_leaves = zip(arrays, structure.flatten_up_to(numbers), strict=True)
-        axes = [matrix_axes(x.shape, n) for x, n in of_leaves]
+        axes = [matrix_axes(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
+        mean_squares = _mean_squares(wide, axes)
         scaled = [
-            rebox(leaf, (x / divisor(mean_square)).astype(array.dtype))
-            for leaf, array, x, mean_square in zip(
-                leaves, arrays, wide, _mean_squares(wide, axes), strict=True
-            )
+            (x / divisor(mean_square)).astype(given.dtype)
+            for given, x, mean_square in zip(arrays, wide, mean_squares, strict=True)
         ]
-        return structure.unflatten(scaled), state
+        return leaves.filled(scaled), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 

@@ -8,16 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.argument_checks import require, require_precise
-from adapprox_jax.params.boxes import is_box, rebox, rebox_axes, unbox
+from adapprox_jax.argument_checks import check_state, require, require_precise
+from adapprox_jax.params.boxes import rebox_axes, unbox
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     MatrixDimensionNumbers,
     WeightDimensionNumbers,
     check_dimension_numbers,
+    dimension_numbers_of,
     matrix_view,
-    resolve_dimension_numbers,
 )
-from adapprox_jax.params.tree_checks import check_state, check_trees, check_types, leaf_name
 from adapprox_jax.sharding.axes import full_along
 
 
@@ -67,7 +67,7 @@ def scale_by_neuron_moment(
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     check_dimension_numbers(weight_dimension_numbers)
 
-    def zeros(param: Any, numbers: Any) -> Any:
+    def zeros(param: Any, numbers: MatrixDimensionNumbers | None) -> Any:
         leaf = unbox(param)
         rows = _inputs(leaf.shape, numbers)
         axes = [None if axis in rows else axis for axis in range(leaf.ndim)]
@@ -76,39 +76,39 @@ def scale_by_neuron_moment(
         return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
 
     def init(params: optax.Params) -> ScaleByNeuronMomentState:
-        check_types(params, "parameter")
-        numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-        return ScaleByNeuronMomentState(jax.tree.map(zeros, params, numbers, is_leaf=is_box))
+        leaves = Leaves.of(params, "parameter")
+        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        return ScaleByNeuronMomentState(
+            leaves.structure.unflatten(map(zeros, leaves.boxed, numbers))
+        )
+
+    def average(name: str, leaf: jax.Array, kept: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
+        shape = _shape_of_means(leaf.shape, inputs)
+        if kept.shape != shape:
+            raise ValueError(
+                f"{name}: the update of shape {leaf.shape} has means of shape {shape}; the state"
+                f" has {kept.shape}. Was it made for other parameters or with other"
+                " weight_dimension_numbers?"
+            )
+        total = jnp.sum(jnp.square(leaf.astype(kept.dtype)), axis=inputs, keepdims=True)
+        mean = total / max(math.prod(leaf.shape[axis] for axis in inputs), 1)
+        return jnp.asarray(b2 * kept + (1 - b2) * mean, kept.dtype)
 
     def update(
         updates: optax.Updates, state: ScaleByNeuronMomentState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByNeuronMomentState]:
         del params
         check_state(state, ScaleByNeuronMomentState, "scale_by_neuron_moment")
-        check_types(updates, "update")
-        check_trees(updates, state.nu)
-        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-
-        def average(path: Any, update: Any, nu: Any, of_leaf: Any) -> Any:
-            leaf, kept = unbox(update), unbox(nu)
-            inputs = _inputs(leaf.shape, of_leaf)
-            if kept.shape != _shape_of_means(leaf.shape, inputs):
-                raise ValueError(
-                    f"{leaf_name(path)}: the update of shape {leaf.shape} has means of shape"
-                    f" {_shape_of_means(leaf.shape, inputs)}; the state has {kept.shape}. Was it"
-                    " made for other parameters or with other weight_dimension_numbers?"
-                )
-            total = jnp.sum(jnp.square(leaf.astype(kept.dtype)), axis=inputs, keepdims=True)
-            mean = total / max(math.prod(leaf.shape[axis] for axis in inputs), 1)
-            return rebox(nu, jnp.asarray(b2 * kept + (1 - b2) * mean, kept.dtype))
-
-        def scale(update: Any, nu: Any) -> Any:
-            leaf, kept = unbox(update), unbox(nu)
-            return rebox(update, (leaf / (jnp.sqrt(kept) + eps)).astype(leaf.dtype))
-
-        nu = jax.tree_util.tree_map_with_path(average, updates, state.nu, numbers, is_leaf=is_box)
-        scaled = jax.tree.map(scale, updates, nu, is_leaf=is_box)
-        return scaled, ScaleByNeuronMomentState(nu)
+        leaves = Leaves.of(updates, "update")
+        kept, arrays = leaves.matching(state.nu), leaves.arrays
+        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        inputs = [_inputs(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
+        nu = list(map(average, leaves.names, arrays, kept.arrays, inputs))
+        scaled = [
+            (x / (jnp.sqrt(moment) + eps)).astype(x.dtype)
+            for x, moment in zip(arrays, nu, strict=True)
+        ]
+        return leaves.filled(scaled), ScaleByNeuronMomentState(kept.filled(nu))
 
     return optax.GradientTransformation(init, update)
 

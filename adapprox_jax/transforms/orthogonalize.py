@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,25 +10,21 @@ import optax
 
 from adapprox_jax.argument_checks import require_integer
 from adapprox_jax.linalg.newton_schulz import newton_schulz
-from adapprox_jax.params.boxes import is_box, rebox, unbox
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     MatrixView,
     WeightDimensionNumbers,
     check_dimension_numbers,
+    dimension_numbers_of,
     from_matrices,
     matrix_view,
-    resolve_dimension_numbers,
     to_matrices,
 )
-from adapprox_jax.params.tree_checks import check_types, leaf_name
 from adapprox_jax.sharding.axes import is_compilers_mesh, with_automatic_axes
-from adapprox_jax.sharding.matrix_exchange import each_on_one_device
+from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
 from adapprox_jax.step.batching import grouping_of
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after
-
-# Batches of one stack that are compiled one by one; more of them are a loop.
-_MOST_UNROLLED = 16
 
 
 def orthogonalize(
@@ -67,24 +62,18 @@ def orthogonalize(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        check_types(updates, "update")
-        numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-        structure: Any
-        named, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_box)
-        leaves = [jnp.asarray(unbox(leaf)) for _, leaf in named]
-        views = []
-        for (path, _), leaf, of_leaf in zip(
-            named, leaves, structure.flatten_up_to(numbers), strict=True
-        ):
-            views.append(matrix_view(leaf.shape, of_leaf))
-            if not views[-1].is_matrix:
+        leaves = Leaves.of(updates, "update")
+        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        arrays = [jnp.asarray(x) for x in leaves.arrays]
+        views = [matrix_view(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
+        for name, x, view in zip(leaves.names, arrays, views, strict=True):
+            if not view.is_matrix:
                 raise ValueError(
-                    f"{leaf_name(path)}: got shape {leaf.shape}; allowed: leaves with rows and"
-                    " columns. Leave others out with optax.masked or optax.partition."
+                    f"{name}: got shape {x.shape}; allowed: leaves with rows and columns. Leave"
+                    " others out with optax.masked or optax.partition."
                 )
-        results = with_automatic_axes(partial(_of_leaves, tuple(views), steps), leaves)(leaves)
-        boxed = [rebox(leaf, x) for (_, leaf), x in zip(named, results, strict=True)]
-        return structure.unflatten(boxed), state
+        results = with_automatic_axes(partial(_of_leaves, views, steps), arrays)(arrays)
+        return leaves.filled(results), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -92,13 +81,14 @@ def orthogonalize(
 def _of_leaves(
     views: Sequence[MatrixView], steps: int, leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    if not all(leaf.size for leaf in leaves):
-        full = [i for i, leaf in enumerate(leaves) if leaf.size]
-        done = _of_leaves([views[i] for i in full], steps, [leaves[i] for i in full])
-        return [dict(zip(full, done, strict=True)).get(i, leaf) for i, leaf in enumerate(leaves)]
-    stacks = [_lying(leaf, view) for leaf, view in zip(leaves, views, strict=True)]
-    results = on_platform(partial(_of_stacks, steps), stacks)
-    return [_standing(x, leaf, view) for x, leaf, view in zip(results, leaves, views, strict=True)]
+    """The directions of leaves; empty ones stay as they are."""
+    results = list(leaves)
+    full = [i for i, leaf in enumerate(leaves) if leaf.size]
+    stacks = [_lying(leaves[i], views[i]) for i in full]
+    directions = on_platform(partial(_of_stacks, steps), stacks)
+    for i, stack in zip(full, directions, strict=True):
+        results[i] = _standing(stack, leaves[i], views[i])
+    return results
 
 
 def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:
@@ -122,81 +112,57 @@ def _of_stacks(steps: int, platform: Platform, stacks: Sequence[jax.Array]) -> l
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     ready = jnp.zeros(())
-    product_dtype = platform.directions_dtype
-    work = partial(_in_batches, steps, platform.directions_at_once, product_dtype)
+    work = partial(_in_turn, steps, platform)
     for group in (group for kind in grouping_of(stacks).kinds for group in kind):
-        if is_compilers_mesh():
-            # In the type of products here already: half of what is moved.
-            members = [_as_operand(stacks[i], product_dtype) for i in group]
+        for some in [group] if is_compilers_mesh() else _batches(platform, stacks, group):
+            # In the type of products here already: half of what is moved and put together.
+            members = [_as_operand(stacks[i], platform) for i in some]
             members[0] = begin_after(ready, members[0])
-            done = each_on_one_device(lambda batch: work([batch], jnp.zeros(()))[0][0], members)
-            ready = _known_after(done[0])
-        else:
-            done, ready = work([stacks[i] for i in group], ready)
-        for i, x in zip(group, done, strict=True):
-            results[i] = x.astype(stacks[i].dtype) * math.sqrt(x.shape[2])
+            if is_compilers_mesh():
+                done = each_on_one_device(work, members)
+            else:
+                done = concatenated(work, members)
+            ready = jnp.sum(jnp.abs(done[0][:, 0])).astype(jnp.float32)
+            for i, x in zip(some, done, strict=True):
+                results[i] = x.astype(stacks[i].dtype) * math.sqrt(x.shape[2])
     return results
 
 
-def _in_batches(
-    steps: int,
-    at_once: int,
-    product_dtype: Any,
-    stacks: Sequence[jax.Array],
-    ready: jax.Array,
-) -> tuple[list[jax.Array], jax.Array]:
-    """Newton-Schulz iteration of stacks of one shape, of as many matrices at once as there may be.
-
-    Begins when `ready` is known; returns the results, and what is known after them.
-    """
-    _, m, n = stacks[0].shape
-    each = max(at_once // max(m * n, 1), 1)
-    parts: list[list[jax.Array]] = [[] for _ in stacks]
-
-    def of_batch(ready: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        batch = begin_after(ready, _as_operand(batch, product_dtype))
-        # Behind the barrier, because results in bfloat16 would be kept in float32.
-        done = jax.lax.optimization_barrier(newton_schulz(batch, steps, product_dtype))
-        return _known_after(done), done
-
-    # Of long stacks what fills whole batches goes first, in a loop.
-    looped = [len(x) // each if len(x) > _MOST_UNROLLED * each else 0 for x in stacks]
-    for i, batches in enumerate(looped):
-        if batches:
-            whole = stacks[i][: batches * each].reshape(batches, each, m, n)
-            ready, done = jax.lax.scan(of_batch, ready, whole)
-            parts[i].append(done.reshape(batches * each, m, n))
-    rest = [x[batches * each :] for x, batches in zip(stacks, looped, strict=True)]
-    for pieces in _pieces([len(stack) for stack in rest], each):
-        # In the type of products here already: half of what is turned and put together.
-        taken = [_as_operand(rest[i][start:stop], product_dtype) for i, start, stop in pieces]
-        ready, done = of_batch(ready, jnp.concatenate(taken))
-        ends = 0
-        for i, start, stop in pieces:
-            parts[i].append(done[ends : ends + stop - start])
-            ends += stop - start
-    return [x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts], ready
+def _at_once(platform: Platform, shape: Sequence[int]) -> int:
+    """How many matrices are worked on at once."""
+    return max(platform.directions_at_once // math.prod(shape[1:]), 1)
 
 
-def _as_operand(stack: jax.Array, product_dtype: Any) -> jax.Array:
-    return stack.astype(product_dtype or stack.dtype)
-
-
-def _known_after(done: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32)
-
-
-def _pieces(sizes: Sequence[int], each: int) -> list[list[tuple[int, int, int]]]:
-    """Cuts stacks into batches of at most `each` matrices: lists of (stack, start, stop)."""
-    batches: list[list[tuple[int, int, int]]] = []
+def _batches(
+    platform: Platform, stacks: Sequence[jax.Array], group: Sequence[int]
+) -> list[list[int]]:
+    """Stacks of one shape in batches that are worked on at once. A long one is alone."""
+    batches: list[list[int]] = []
     room = 0
-    for i, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            if room == 0:
-                batches.append([])
-                room = each
-            taken = min(room, size - start)
-            batches[-1].append((i, start, start + taken))
-            start, room = start + taken, room - taken
+    for i in group:
+        if len(stacks[i]) > room:
+            batches.append([])
+            room = _at_once(platform, stacks[i].shape)
+        batches[-1].append(i)
+        room -= len(stacks[i])
     return batches
+
+
+def _in_turn(steps: int, platform: Platform, stack: jax.Array) -> jax.Array:
+    """Newton-Schulz iteration of a stack; of a long one some matrices after the others."""
+
+    def of_some(batch: jax.Array) -> jax.Array:
+        # Behind a barrier, because results in bfloat16 would be kept in float32.
+        return jax.lax.optimization_barrier(newton_schulz(batch, steps, platform.directions_dtype))
+
+    at_once = _at_once(platform, stack.shape)
+    whole = len(stack) // at_once * at_once
+    if len(stack) <= at_once:
+        return of_some(stack)
+    batches = stack[:whole].reshape(-1, at_once, *stack.shape[1:])
+    done = jax.lax.map(of_some, batches).reshape(whole, *stack.shape[1:])
+    return done if whole == len(stack) else jnp.concatenate([done, of_some(stack[whole:])])
+
+
+def _as_operand(stack: jax.Array, platform: Platform) -> jax.Array:
+    return stack.astype(platform.directions_dtype or stack.dtype)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.params.tree_checks import check_state
+from adapprox_jax.argument_checks import check_state
 from adapprox_jax.sharding.axes import with_automatic_axes
 from adapprox_jax.state.report import adapprox_states
 from adapprox_jax.step.xla_order import begin_after

@@ -4,33 +4,25 @@ One gradient goes from tree to leaves here, from leaves to matrices in `step.sch
 phases of `step.phases`, where `step.matrix` says what is done to one matrix, and back.
 """
 
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import (
-    at_step,
-    require,
-    require_flag,
-    require_or_schedule,
-    require_precise,
-)
-from adapprox_jax.growth import PAPERS_GROWTH
+from adapprox_jax.argument_checks import check_state
 from adapprox_jax.linalg.random_start import RandomStart, check_key, draw_start, require_key
-from adapprox_jax.params.boxes import is_box, rebox, unbox
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     WeightDimensionNumbers,
     check_dimension_numbers,
+    dimension_numbers_of,
     matrix_view,
-    resolve_dimension_numbers,
 )
-from adapprox_jax.params.tree_checks import check_state, check_trees, check_types, leaf_name
+from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
+    Hyperparameters,
     Orthogonalization,
-    RankGrowth,
     RankRule,
     Settings,
     Storage,
@@ -41,9 +33,9 @@ from adapprox_jax.state.layout import (
     LeafState,
     ScaleByAdapproxState,
     check_leaf,
-    init_leaf,
+    init_state,
     leaf_states,
-    state_of,
+    with_leaf_states,
 )
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.step.scalars import StepScalars
@@ -131,127 +123,71 @@ def scale_by_adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    allowed = "a number in [0, 1), or a function from the step to one"
-    require_precise("b2", b2)
-    require_or_schedule("b2", b2, lambda x: 0 <= x < 1, allowed)
-    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
-    require("eps_root", eps_root, lambda x: x >= 0, "a number of at least 0")
-    require_flag("bias_correction", bias_correction)
-    if bias_correction and callable(b2):
-        raise ValueError(
-            "bias_correction is True and b2 a function; allowed: with a number. A function that"
-            " begins at 0, as increasing_decay() does, leaves no bias."
-        )
-    allowed = "a number of at least 0, or a function from the step to one"
-    require_or_schedule("error_threshold", error_threshold, lambda x: x >= 0, allowed)
-    growth = PAPERS_GROWTH if rank_growth is None else rank_growth
     settings = Settings(
-        RankRule(initial_rank, max_rank, rank_interval, growth, rank_margin),
+        RankRule(initial_rank, max_rank, rank_interval, rank_growth, rank_margin),
         Subspace(power_iterations, oversampling, rotate, warm_start, orthogonalization),
         Storage(min_dim_size_to_factor, factor_dtype),
         approximate,
     )
+    numbers = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
+    return scale_with(settings, numbers, weight_dimension_numbers, key)
+
+
+def scale_with(
+    settings: Settings,
+    hyperparameters: Hyperparameters,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    key: int | jax.Array,
+) -> optax.GradientTransformation:
+    """`scale_by_adapprox` with its arguments put together."""
     check_dimension_numbers(weight_dimension_numbers)
     seed_or_key, key_impl = check_key(key)
 
     def init(params: optax.Params) -> ScaleByAdapproxState:
-        check_types(params, "parameter")
-        dimension_numbers = resolve_dimension_numbers(weight_dimension_numbers, params)
-        start = partial(init_leaf, rule=settings.rank, storage=settings.storage)
-        leaves = jax.tree.map(start, params, dimension_numbers, is_leaf=is_box)
+        leaves = Leaves.of(params, "parameter")
+        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
         # An array of its own: states are donated.
         data = jnp.array(jax.random.key_data(require_key(seed_or_key)))
-        return state_of(jnp.zeros([], jnp.int32), data, leaves)
+        return init_state(leaves, numbers, data, settings.rank, settings.storage)
 
     def update(
         updates: optax.Updates, state: ScaleByAdapproxState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdapproxState]:
         del params
         check_state(state, ScaleByAdapproxState, "scale_by_adapprox")
-        check_types(updates, "gradient")
-        check_trees(updates, state.nu)
+        leaves = Leaves.of(updates, "gradient")
+        leaves.matching(state.nu)
+        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        grads, lasts = leaves.arrays, leaf_states(state)
+        for name, grad, of_leaf, last in zip(leaves.names, grads, numbers, lasts, strict=True):
+            check_leaf(name, grad, of_leaf, last)
         count = optax.safe_increment(state.count)
-        leaves = leaf_states(state)
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=key_impl), count)
-        decay = at_step("b2", b2, count)
-        scalars = StepScalars(
-            step=count,
-            **draw_for_all(key, updates, leaves, settings)._asdict(),
-            b2=decay,
-            eps=eps,
-            eps_root=eps_root,
-            correction=1 - decay**count if bias_correction else 1.0,
-            error_threshold=at_step("error_threshold", error_threshold, count),
-        )
-        dimension_numbers = resolve_dimension_numbers(weight_dimension_numbers, updates)
-        scaled, leaves = step_tree(scalars, updates, leaves, dimension_numbers, settings)
-        return scaled, state_of(count, state.key, leaves)
+        draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
+        scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
+        views = tuple(matrix_view(x.shape, n) for x, n in zip(grads, numbers, strict=True))
+        results = step_leaves(scalars, grads, lasts, views, settings)
+        scaled = leaves.filled([x for x, _ in results])
+        return scaled, with_leaf_states(state, count, [new for _, new in results])
 
     return optax.GradientTransformation(init, update)
 
 
-def step_tree(
-    scalars: StepScalars, updates: Any, leaves: Any, dimension_numbers: Any, settings: Settings
-) -> tuple[Any, Any]:
-    """One step for every leaf.
+def _draw_for_all(
+    key: jax.Array, grads: Sequence[jax.Array], leaves: Sequence[LeafState], subspace: Subspace
+) -> tuple[RandomStart, jax.Array | None]:
+    """The random numbers of a step, the same for all leaves.
 
-    Args:
-      scalars: The numbers of this step.
-      updates: The gradients.
-      leaves: A tree like theirs with a `LeafState` at each leaf.
-      dimension_numbers: Likewise, which axes form a matrix.
-      settings: Of the optimizer.
-
-    Returns:
-      The scaled gradients, and the new leaves.
+    Starts, in the widest type of the gradients, and bits where a leaf has factors in bfloat16.
     """
-    structure: Any
-    named, structure = jax.tree_util.tree_flatten_with_path(updates, is_leaf=is_box)
-    columns = [structure.flatten_up_to(tree) for tree in (dimension_numbers, leaves)]
-    for (path, grad), numbers, boxed in zip(named, *columns, strict=True):
-        check_leaf(leaf_name(path), grad, numbers, boxed)
-    grads, boxes = [grad for _, grad in named], columns[1]
-    arrays = [unbox(grad) for grad in grads]
-    states = [LeafState(*map(unbox, boxed)) for boxed in boxes]
-    views = [matrix_view(x.shape, n) for x, n in zip(arrays, columns[0], strict=True)]
-    results = step_leaves(scalars, arrays, states, tuple(views), settings)
-    scaled = [rebox(grad, x) for grad, (x, _) in zip(grads, results, strict=True)]
-    new = [
-        LeafState(*map(rebox, boxed, state))
-        for boxed, (_, state) in zip(boxes, results, strict=True)
-    ]
-    return structure.unflatten(scaled), structure.unflatten(new)
-
-
-class Draws(NamedTuple):
-    """The random numbers of a step, the same for all leaves."""
-
-    draws: RandomStart
-    rounding: jax.Array | None  # where a leaf has factors in bfloat16
-
-
-def draw_for_all(key: jax.Array, updates: Any, leaves: Any, settings: Settings) -> Draws:
-    """Draws what serves every leaf.
-
-    Args:
-      key: Of this step.
-      updates: The gradients, whose widest type the starts have.
-      leaves: A tree with a `LeafState` at each leaf.
-      settings: Of the optimizer.
-    """
-    of_leaves = jax.tree.leaves(leaves, is_leaf=lambda x: isinstance(x, LeafState))
-    factors = [(unbox(leaf.q), unbox(leaf.u)) for leaf in of_leaves if leaf.is_factored]
+    factors = [(leaf.q, leaf.u) for leaf in leaves if leaf.is_factored]
     longest = max((u.shape[-2] for _, u in factors), default=1)
-    widest = max(
-        (settings.subspace.width(q.shape[-1], q.shape[-2]) for q, _ in factors),
-        default=1,
-    )
-    dtypes = (unbox(grad).dtype for grad in jax.tree.leaves(updates, is_leaf=is_box))
-    dtype = jnp.result_type(jnp.float32, *dtypes)
-    rounding = None
+    widths = (subspace.width(q.shape[-1], q.shape[-2]) for q, _ in factors)
+    dtype = jnp.result_type(jnp.float32, *(grad.dtype for grad in grads))
+    start = draw_start(key, longest, max(widths, default=1), dtype)
     rounded = [q.shape[-1] for q, _ in factors if q.dtype == jnp.bfloat16]
-    if rounded:
-        # Not one of the keys that the starts are drawn with.
-        shape = (2, longest, max(rounded))
-        rounding = jax.random.bits(jax.random.fold_in(key, 2), shape, jnp.uint16)
-    return replicated(Draws(draw_start(key, longest, widest, dtype), rounding))
+    if not rounded:
+        return start, None
+    # Not one of the keys that the starts are drawn with.
+    shape = (2, longest, max(rounded))
+    return start, jax.random.bits(jax.random.fold_in(key, 2), shape, jnp.uint16)

@@ -7,9 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.argument_checks import at_step, require, require_flag, require_or_schedule
-from adapprox_jax.params.boxes import is_box, rebox, unbox
-from adapprox_jax.params.tree_checks import check_state, leaf_name
+from adapprox_jax.argument_checks import (
+    at_step,
+    check_state,
+    require,
+    require_flag,
+    require_or_schedule,
+)
+from adapprox_jax.params.leaves import leaf_name
 
 
 class CautiousWeightDecayState(NamedTuple):
@@ -67,12 +72,11 @@ def add_cautious_weight_decay(
             multiple = at_step("weight_decay", weight_decay, state.count)
             state = CautiousWeightDecayState(optax.safe_increment(state.count))
 
-        def decayed(update: Any, param: Any) -> Any:
-            x, w = unbox(update), unbox(param)
+        def decayed(x: jax.Array, w: jax.Array) -> jax.Array:
             agree = jnp.sign(x) * jnp.sign(w) >= 0
-            return rebox(update, x + jnp.where(agree, multiple * w, 0).astype(x.dtype))
+            return x + jnp.where(agree, multiple * w, 0).astype(x.dtype)
 
-        return jax.tree.map(decayed, updates, params, is_leaf=is_box), state
+        return jax.tree.map(decayed, updates, params), state
 
     decay = optax.GradientTransformation(init, update)
     return decay if mask is None else optax.masked(decay, mask)

@@ -14,7 +14,7 @@ import adapprox_jax
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.random_start import draw_start, start_columns
 from adapprox_jax.step import platform
-from adapprox_jax.transforms.orthogonalize import _pieces
+from adapprox_jax.transforms.orthogonalize import _batches
 from adapprox_jax.transforms.partitioned import partitioned
 from tests import reference, reference_muon
 from tests.step.test_phases import branches, gradients
@@ -88,16 +88,12 @@ def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
     actual, _ = tx.update(grads, tx.init(grads))
     for name in grads:
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
-    assert _pieces([3, 1, 4], 2) == [
-        [(0, 0, 2)],
-        [(0, 2, 3), (1, 0, 1)],
-        [(2, 0, 2)],
-        [(2, 2, 4)],
-    ]
+    stacks = [np.ones((size, 24, 40), np.float32) for size in (1, 1, 3, 1, 1, 1)]
+    assert _batches(at_once(2 * 24 * 40), stacks, range(6)) == [[0, 1], [2], [3, 4], [5]]
 
 
 def test_a_long_stack_is_compiled_once(monkeypatch):
-    """In a loop over batches; what is left of it goes together with the others."""
+    """In a loop over batches."""
     tx = adapprox_jax.orthogonalize()
     (grads,) = gradients(1, {"stack": (83, 24, 40), "one": (24, 40), "short": (3, 40, 24)})
     expected, _ = tx.update(grads, tx.init(grads))
@@ -110,10 +106,8 @@ def test_a_long_stack_is_compiled_once(monkeypatch):
         traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
         return str(traced).count("optimization_barrier")
 
-    looped = iterations()
-    monkeypatch.setattr("adapprox_jax.transforms.orthogonalize._MOST_UNROLLED", 100)
-    jax.clear_caches()
-    assert looped < iterations() / 3
+    # On CPUs of the stack in a loop, of its rest and of the others; on accelerators of all at once.
+    assert iterations() == 3 + 1
 
 
 def test_means_of_neurons_are_of_their_own_leaves():
@@ -393,9 +387,8 @@ def test_the_state_is_read_resized_and_counted():
     shapes = {"wte": (50304, 768), "h": (12, 768, 3072), "o": (12, 3072, 768), "a": (12, 768, 3072)}
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     count = sum(np.prod(shape) for shape in shapes.values())
-    for mu_dtype, most in (("int5", 0.72), ("int4", 0.59)):
-        tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype=mu_dtype)
-        assert adapprox_jax.state_nbytes(tx, params) < most * count
+    tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4")
+    assert adapprox_jax.state_nbytes(tx, params) < 0.59 * count
     without = adapprox_jax.adapprox_muon(1e-3, b1=0.0, adapprox_b1=0.0)
     assert adapprox_jax.state_nbytes(without, params) < 0.025 * count  # README: 0.02
 
@@ -407,7 +400,7 @@ def test_leaves_without_entries_pass():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize(("mu_dtype", "second_moment"), [(None, "neurons"), ("int5", True)])
+@pytest.mark.parametrize(("mu_dtype", "second_moment"), [(None, "neurons"), ("int4", True)])
 def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
     params = {"w": jnp.ones((64, 96)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(96)}

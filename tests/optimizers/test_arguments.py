@@ -157,7 +157,7 @@ def test_from_adam_speaks_of_what_it_was_given():
     ]:
         raises(lambda kw=keywords: adapprox_jax.from_adam(tx, good, PARAMS, **kw), f"{name} ")
     for other in ({"w": PARAMS["w"]}, {**PARAMS, "b": jnp.ones(3)}):
-        with pytest.raises(ValueError, match=r"\['b'\]: .*second moment.* adam_state") as raised:
+        with pytest.raises(ValueError, match=r"\['b'\]: .*adam_state") as raised:
             adapprox_jax.from_adam(tx, adam.init(other), PARAMS)
         assert "gradient" not in str(raised.value)
 

@@ -1,17 +1,16 @@
 """Leaves as matrices and back."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     MatrixDimensionNumbers,
+    dimension_numbers_of,
     from_matrices,
-    map_matrices,
     matrix_axes,
     matrix_view,
-    resolve_dimension_numbers,
     to_matrices,
     view_shape,
 )
@@ -79,14 +78,8 @@ def test_bad_axes_are_named():
 def test_dimension_numbers_are_a_prefix_or_a_function():
     numbers = MatrixDimensionNumbers(0, 1)
     tree = {"a": {"b": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, "d": jnp.ones(3)}
-    expected = {"a": {"b": numbers, "c": numbers}, "d": None}
-    assert resolve_dimension_numbers({"a": numbers, "d": None}, tree) == expected
-    assert resolve_dimension_numbers(lambda t: {"a": numbers, "d": None}, tree) == expected
-    assert resolve_dimension_numbers(None, tree) == {"a": {"b": None, "c": None}, "d": None}
-
-
-def test_map_matrices_runs_over_all_batch_axes():
-    x = np.random.default_rng(0).normal(size=(2, 3, 4, 5)).astype(np.float32)
-    actual = jax.jit(lambda x: map_matrices(lambda m: (m.T, m.sum()), x, (2, 3)))(x)
-    np.testing.assert_array_equal(actual[0], x.swapaxes(-1, -2))
-    np.testing.assert_allclose(actual[1], x.sum((-2, -1)), rtol=1e-4, atol=1e-5)
+    leaves = Leaves.of(tree)
+    expected = [numbers, numbers, None]
+    assert dimension_numbers_of({"a": numbers, "d": None}, leaves) == expected
+    assert dimension_numbers_of(lambda t: {"a": numbers, "d": None}, leaves) == expected
+    assert dimension_numbers_of(None, leaves) == [None, None, None]

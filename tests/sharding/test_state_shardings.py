@@ -102,7 +102,6 @@ def test_an_axis_that_the_devices_do_not_divide_is_on_all_of_them(mesh):
 
 OPTIMIZERS = {
     "adapprox": adapprox_jax.adapprox(1e-3),
-    "5 bits": adapprox_jax.adapprox(1e-3, mu_dtype="int5"),
     "adapprox_muon": adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4"),
     "low-rank muon": adapprox_jax.adapprox_muon(1e-3, second_moment=True),
     "masked": optax.masked(

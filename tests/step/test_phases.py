@@ -1,6 +1,8 @@
 """The step as accelerators take it, run here on the CPU, and as it is lowered for them."""
 
+import dataclasses
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax.step import phases
+from adapprox_jax.step import phases, platform
 
 SHAPES = {"tall": (40, 24), "stack": (2, 24, 40), "vector": (40,)}
 SETTINGS = {
@@ -151,7 +153,8 @@ def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
     grads = gradients(3, {"stack": (5, 24, 40)})
     expected, _ = run(tx, grads)
     jax.clear_caches()
-    monkeypatch.setattr("adapprox_jax.step.batching._LARGEST_SLICE", 2 * 24 * 40)
+    few = dataclasses.replace(platform.ACCELERATOR, largest_slice=2 * 24 * 40)
+    monkeypatch.setattr(platform, "ACCELERATOR", few)
     actual, _ = run(tx, grads)
     np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
     jax.clear_caches()
@@ -159,20 +162,20 @@ def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
 
 def test_the_largest_targets_are_kept_while_there_is_room(monkeypatch):
     monkeypatch.setattr(phases, "_MOST_AT_ONCE", 1000)
-    assert phases._kept([(1, 10, 10), (1, 30, 20), (1, 15, 20)]) == {1, 2}, "two at most"
-    assert phases._kept([(1, 10, 10), (1, 30, 20)]) == {0, 1}
-    assert phases._kept([(1, 10, 10), (1, 40, 20), (1, 15, 20)]) == {0}
-    monkeypatch.setattr("adapprox_jax.step.batching._LARGEST_SLICE", 400)
+    kept = partial(phases._kept, dataclasses.replace(platform.ACCELERATOR, largest_slice=400))
+    assert kept([(1, 10, 10), (1, 30, 20), (1, 15, 20)]) == {1, 2}, "two at most"
+    assert kept([(1, 10, 10), (1, 30, 20)]) == {0, 1}
+    assert kept([(1, 10, 10), (1, 40, 20), (1, 15, 20)]) == {0}
     # Of nine matrices two at once.
-    assert phases._kept([(9, 10, 20), (1, 25, 20), (1, 5, 10)]) == {1, 2}
+    assert kept([(9, 10, 20), (1, 25, 20), (1, 5, 10)]) == {1, 2}
 
 
-def lowered(platform, leaves=2, shape=(70, 90), **settings):
+def lowered(kind, leaves=2, shape=(70, 90), **settings):
     """The program of an update for a platform that need not be there."""
     tx = adapprox_jax.adapprox(1e-3, **settings)
     params = {str(i): jnp.zeros(shape) for i in range(leaves)} | {"bias": jnp.zeros(90)}
     traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params), params)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    return traced.lower(lowering_platforms=(kind,)).as_text()
 
 
 def calls(text):
@@ -193,19 +196,19 @@ def branches(text):
     return taken
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     "settings", [{}, {"max_rank": 16}, {"mu_dtype": "int8"}], ids=["default", "rank 16", "8 bits"]
 )
-def test_a_fixed_rank_has_no_branch_no_loop_and_no_svd_on_accelerators(settings, platform):
-    text = lowered(platform, **settings)
+def test_a_fixed_rank_has_no_branch_no_loop_and_no_svd_on_accelerators(settings, kind):
+    text = lowered(kind, **settings)
     assert not branches(text)
     assert "stablehlo.while" not in text
     assert not re.search(r"(?i)gesvd|syev|jacobi|eigh|svd", text)
-    if platform == "cuda":  # on a TPU they are parts of the compiler
+    if kind == "cuda":  # on a TPU they are parts of the compiler
         count = len(calls(text))
         assert 0 < count <= 20
-        assert len(calls(lowered(platform, leaves=5, **settings))) == count
+        assert len(calls(lowered(kind, leaves=5, **settings))) == count
 
 
 def test_adaptive_ranks_have_one_branch_on_accelerators():
@@ -229,7 +232,7 @@ def test_small_leaves_are_summed_together_on_accelerators_and_one_by_one_on_cpus
     vectors = {str(i): jnp.arange(5.0) for i in range(3)}
     traced = jax.jit(lambda x: clip.update(x, clip.init(x))[0]).trace(vectors)
     sums = {}
-    for platform in ("cpu", "cuda"):
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
-        sums[platform] = text.count("stablehlo.reduce(")
+    for kind in ("cpu", "cuda"):
+        text = traced.lower(lowering_platforms=(kind,)).as_text()
+        sums[kind] = text.count("stablehlo.reduce(")
     assert sums == {"cpu": 3, "cuda": 1}

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.growth import sigmoid_growth
 from adapprox_jax.linalg.random_start import draw_start
+from adapprox_jax.schedules import sigmoid_growth
 from adapprox_jax.settings import RankRule, Settings, Storage, Subspace, resolve_capacity
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step import phases

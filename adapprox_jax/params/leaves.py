@@ -1,0 +1,140 @@
+"""The leaves of a tree of parameters: one walk over trees and boxes, for all transformations."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from adapprox_jax.params.boxes import is_box, rebox, unbox
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """The leaves of a tree, in order. A leaf is an array, or a box around one."""
+
+    keys: list[Any]  # of each the path as JAX has it
+    boxed: list[Any]
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: Any, what: str | None = None) -> "Leaves":
+        """The leaves of a tree.
+
+        Args:
+          tree: Of arrays and boxes.
+          what: What a leaf is, for messages. Then all leaves must be floating-point arrays.
+
+        Raises:
+          TypeError: A leaf is of another type.
+        """
+        structure: Any
+        named, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_box)
+        leaves = cls([path for path, _ in named], [leaf for _, leaf in named], structure)
+        if what is not None:
+            for name, array in zip(leaves.names, leaves.arrays, strict=True):
+                _check_type(name, array, what)
+        return leaves
+
+    @property
+    def paths(self) -> list[str]:
+        """Paths as `jax.tree_util.keystr` writes them; that of a single array is empty."""
+        return [jax.tree_util.keystr(path) for path in self.keys]
+
+    @property
+    def names(self) -> list[str]:
+        """Paths for messages."""
+        return [leaf_name(path) for path in self.keys]
+
+    @property
+    def tree(self) -> Any:
+        """What the leaves are of."""
+        return self.structure.unflatten(self.boxed)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The leaves without their boxes."""
+        return [unbox(leaf) for leaf in self.boxed]
+
+    def filled(self, arrays: Sequence[Any]) -> Any:
+        """The tree with other arrays in its boxes."""
+        boxed = [rebox(box, array) for box, array in zip(self.boxed, arrays, strict=True)]
+        return self.structure.unflatten(boxed)
+
+    def spread(self, prefix: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+        """For each leaf its entry in a tree that is a prefix of this one.
+
+        Args:
+          prefix: A tree of entries, or a single entry for all leaves.
+          is_leaf: Whether something is an entry.
+
+        Raises:
+          ValueError or TypeError: It is no prefix.
+        """
+        entries: list[Any] = []
+
+        def add(entry: Any, subtree: Any) -> None:
+            count = len(jax.tree.leaves(subtree, is_leaf=is_box))
+            entries.extend([entry] * count)
+
+        jax.tree.map(add, prefix, self.tree, is_leaf=is_leaf)
+        return entries
+
+    def matching(self, tree: Any, what: str = "the gradients") -> "Leaves":
+        """The leaves of a state's tree, which must have the structure of this tree.
+
+        Args:
+          tree: Of the state.
+          what: What this tree is, for messages.
+
+        Raises:
+          ValueError: It has another structure. Names the first place.
+        """
+        state = Leaves.of(tree)
+        given, expected = (
+            {
+                name: "an array in a Flax box" if is_box(leaf) else "an array"
+                for name, leaf in zip(leaves.names, leaves.boxed, strict=True)
+            }
+            for leaves in (self, state)
+        )
+        for name in sorted(given.keys() | expected.keys()):
+            got, wanted = given.get(name, "none"), expected.get(name, "none")
+            if got != wanted:
+                raise ValueError(
+                    f"{name}: got {got} in {what}; expected {wanted}, as in the parameters that"
+                    " the state was made for."
+                )
+        if self.structure != state.structure:
+            raise ValueError(
+                f"{what} are a tree {self.structure}; expected {state.structure}, as in the"
+                " parameters that the state was made for."
+            )
+        return state
+
+
+def unzipped(tuples: Sequence[tuple[Any, ...]], length: int) -> list[list[Any]]:
+    """Tuples of a length, of which there may be none, as lists."""
+    return [[one[i] for one in tuples] for i in range(length)]
+
+
+def leaf_name(path: Any) -> str:
+    """A leaf's path for a message; parameters may be a single array, which has none."""
+    return jax.tree_util.keystr(path) or "the only leaf"
+
+
+def _check_type(name: str, array: Any, what: str) -> None:
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        raise TypeError(
+            f"{name}: the {what} is a Python {type(array).__name__}; allowed: arrays, as"
+            " jnp.asarray makes them."
+        )
+    is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+    if not (is_float and dtype.itemsize >= 2):
+        raise TypeError(
+            f"{name}: the {what} has type {dtype}; allowed: real floating-point types of 16 bits or"
+            " more. Leave other leaves out with optax.masked or optax.partition."
+        )
