@@ -16,6 +16,7 @@ from adapprox_jax.linalg.tiles import in_tiles, tile_count
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding
 from adapprox_jax.step.matrix import Matrix, Plan
 from adapprox_jax.step.platform import Platform, on_platform
+from adapprox_jax.step.xla_order import begin_behind_barrier
 
 _SMALL = 10**5  # numbers of an array that may be copied
 
@@ -146,6 +147,8 @@ def sweep(
 ) -> list[Any]:
     """`each` for a pass over matrices: a part of a stack or of a large matrix at once.
 
+    On accelerators a leaf waits for the one before it, so that few targets are in memory at once.
+
     Args:
       function: A pass, as in `matrix`.
       plans: Of the leaves.
@@ -159,6 +162,9 @@ def sweep(
     """
     results = []
     for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
+        if results and not plan.platform.leaf_after_leaf:
+            done = jax.tree.leaves(results[-1])[0]
+            stack = stack._replace(q=begin_behind_barrier(done, stack.q))
         tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)
         tiled = function if tiles == 1 else _Tiled(function, tiles, like_q, like_u)
         count = matrices_at_once(plan.platform, stack.grad.shape)

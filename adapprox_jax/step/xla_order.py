@@ -18,6 +18,12 @@ def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
     return jnp.where(ready < 0, 0, array).astype(array.dtype) if waits else array
 
 
+def begin_behind_barrier(done: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, once `done` is there: `begin_after` for accelerators, which heed barriers."""
+    waits = varies_no_more(done, array)
+    return jax.lax.optimization_barrier((done, array))[1] if waits else array
+
+
 def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
     """An array that goes with an update, on CPUs once that is known.
 
