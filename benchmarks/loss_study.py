@@ -252,12 +252,12 @@ def main(
         raise SystemExit(f"--baseline is {baseline!r}; allowed: {'; '.join(names)}.")
     if seeds < 1 or any(not 0 < rate < math.inf for rate in rates):
         raise SystemExit(f"{seeds=}, {rates=}; allowed: at least 1 seed, and rates above 0.")
-    study = Study(setting, SETTINGS[setting], folder)
 
     def mean(name: str, rate: float) -> float:
         return math.fsum(study.losses(name, rate, range(seeds))) / seeds
 
     try:
+        study = Study(setting, SETTINGS[setting], folder)
         for name in names:
             if rates:
                 for rate in rates:

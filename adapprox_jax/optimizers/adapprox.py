@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from adapprox_jax.argument_checks import is_zero, require
+from adapprox_jax.argument_checks import require
 from adapprox_jax.params.matrix_view import WeightDimensionNumbers
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
 from adapprox_jax.settings import (
@@ -17,7 +17,7 @@ from adapprox_jax.settings import (
     Subspace,
 )
 from adapprox_jax.step.approximation import Approximate
-from adapprox_jax.transforms.guided_ema import guided_ema
+from adapprox_jax.transforms.guided_ema import average_unless_zero
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
 from adapprox_jax.transforms.weight_decay import decay_and_rate
@@ -188,8 +188,7 @@ def _average(
             f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
             " optax.inject_hyperparams leave 'b1' out of static_args."
         )
-    # Made in any case: it checks its arguments.
-    average = guided_ema(
+    return average_unless_zero(
         b1,
         cosine_guidance=cosine_guidance,
         eps=eps,
@@ -197,4 +196,3 @@ def _average(
         mu_dtype=mu_dtype,
         weight_dimension_numbers=weight_dimension_numbers,
     )
-    return optax.identity() if is_zero(b1) else average

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from adapprox_jax.argument_checks import is_zero, require, require_choice, require_integer
+from adapprox_jax.argument_checks import require, require_choice, require_integer
 from adapprox_jax.params.hidden_matrices import Selection, resolve_selection
 from adapprox_jax.params.matrix_view import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth
@@ -18,7 +18,7 @@ from adapprox_jax.settings import (
     Subspace,
 )
 from adapprox_jax.step.approximation import Approximate
-from adapprox_jax.transforms.guided_ema import guided_ema
+from adapprox_jax.transforms.guided_ema import average_unless_zero
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
@@ -149,25 +149,21 @@ def adapprox_muon(
     numbers = weight_dimension_numbers
     scaled = scale_with(settings, hyperparameters, numbers, key)
 
-    def averaged(decay: jax.typing.ArrayLike, **how: Any) -> optax.GradientTransformation:
-        # Made in any case: it checks its arguments.
-        average = guided_ema(decay, mu_dtype=mu_dtype, weight_dimension_numbers=numbers, **how)
-        return optax.identity() if is_zero(decay) else average
-
-    to_size: tuple[optax.GradientTransformation, ...] = (optax.scale(RMS),)
+    of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
+    to_size = [optax.scale(RMS)]
     if second_moment:
         by_neurons = second_moment == "neurons"
         divided = scale_by_neuron_moment(b2, eps, numbers) if by_neurons else scaled
-        to_size = divided, scale_to_matrix_rms(RMS, numbers)
+        to_size = [divided, scale_to_matrix_rms(RMS, numbers)]
     hidden = optax.chain(
-        averaged(b1, rounding="nearest", nesterov=nesterov),
+        average_unless_zero(b1, rounding="nearest", nesterov=nesterov, **of_average),
         orthogonalize(newton_schulz_steps, numbers),
         *to_size,
     )
     others = optax.chain(
         scaled,
         clip_by_matrix_rms(1.0, numbers),
-        averaged(adapprox_b1),
+        average_unless_zero(adapprox_b1, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )
     return optax.chain(

@@ -96,9 +96,6 @@ def from_adam(
       >>> state = adapprox_jax.from_adam(tx, adam_state, params)
     """
     require_transformation("tx", tx)
-    for name, decay in (("b1", b1), ("b2", b2)):
-        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     clip = optax.identity()
     if clipping_threshold is not None:
         allowed = "a number above 0, or None"
@@ -107,15 +104,10 @@ def from_adam(
     require_flag("bias_correction", bias_correction)
     require_choice("approximate", approximate, tuple(APPROXIMATIONS))
     check_dimension_numbers(weight_dimension_numbers)
-    moments = _moments_of(adam_state, params)
-    unbiased = moments.unbiased(b1, b2)
-    last_update = {x: m / (jnp.sqrt(unbiased.nu[x]) + eps) for x, m in unbiased.mu.items()}
-    second = _SecondMoments(
-        moments.nu if bias_correction else unbiased.nu,
-        approximate,
-        weight_dimension_numbers,
-        require_key(key),
-    )
+    moments = _moments_of(adam_state, params, b1, b2, eps)
+    last_update = moments.last_update()
+    nu = moments.nu if bias_correction else moments.unbiased_nu()
+    second = _SecondMoments(nu, approximate, weight_dimension_numbers, require_key(key))
 
     def convert(node: Any) -> Any:
         if isinstance(node, PartitionedState):
@@ -201,23 +193,36 @@ def _counting() -> tuple[Any, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Moments:
-    """The averages of Adam by the paths of their leaves."""
+    """The averages of Adam by the paths of their leaves, and its settings."""
 
     count: jax.Array
     mu: dict[str, jax.Array]
     nu: dict[str, jax.Array]
+    b1: float
+    b2: float
+    eps: float
 
-    def unbiased(self, b1: float, b2: float) -> "_Moments":
-        """The averages without their bias towards zero."""
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first setting that is out of range."""
+        for name, decay in (("b1", self.b1), ("b2", self.b2)):
+            require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
+        require("eps", self.eps, lambda x: x >= 0, "a number of at least 0")
+
+    def unbiased_nu(self) -> dict[str, jax.Array]:
+        """Second moments without their bias towards zero."""
+        return self._unbiased(self.nu, self.b2)
+
+    def last_update(self) -> dict[str, jax.Array]:
+        """What Adam subtracted last, but for its learning rate."""
+        mu, nu = self._unbiased(self.mu, self.b1), self.unbiased_nu()
+        return {name: mu[name] / (jnp.sqrt(nu[name]) + self.eps) for name in mu}
+
+    def _unbiased(self, moment: dict[str, jax.Array], decay: float) -> Any:
         t = int(self.count)
-
-        def corrected(moment: dict[str, jax.Array], decay: float) -> Any:
-            return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
-
-        return _Moments(self.count, corrected(self.mu, b1), corrected(self.nu, b2))
+        return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
 
 
-def _moments_of(state: Any, params: optax.Params) -> _Moments:
+def _moments_of(state: Any, params: optax.Params, b1: float, b2: float, eps: float) -> _Moments:
     """The averages of the one Adam in a state.
 
     Raises:
@@ -240,7 +245,7 @@ def _moments_of(state: Any, params: optax.Params) -> _Moments:
                 f"{name}: average and second moment in adam_state have shape {leaf.shape};"
                 f" expected {expected}."
             )
-    return _Moments(adam.count, mu, nu)
+    return _Moments(adam.count, mu, nu, b1, b2, eps)
 
 
 def _taken(moments: dict[str, jax.Array], like: Any) -> Any:

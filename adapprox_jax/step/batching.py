@@ -160,7 +160,7 @@ def sweep(
     Returns:
       As `each`.
     """
-    results = []
+    results: list[Any] = []
     for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
         if results and not plan.platform.leaf_after_leaf:
             done = jax.tree.leaves(results[-1])[0]

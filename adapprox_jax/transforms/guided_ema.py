@@ -1,12 +1,13 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
+import dataclasses
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import check_state, require, require_choice, require_flag
+from adapprox_jax.argument_checks import check_state, is_zero, require, require_choice, require_flag
 from adapprox_jax.linalg.quantization import (
     BLOCK,
     bits_of,
@@ -92,20 +93,16 @@ def guided_ema(
     Source: paper, section "Cosine-Similarity Guidance Strategy", with the deviations of
     docs/algorithm.md, 4 and 6.
     """
-    require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    bits = _bits_of(mu_dtype)
+    rule = _Rule(b1, bits, rounding, nesterov)
     require_flag("cosine_guidance", cosine_guidance)
     check_dimension_numbers(weight_dimension_numbers)
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
         require("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
-    require_choice("rounding", rounding, get_args(Rounding))
-    require_flag("nesterov", nesterov)
     if cosine_guidance and nesterov:
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
-
-    bits = _bits_of(mu_dtype)
-    rule = _Rule(b1, bits, rounding, nesterov)
 
     def init(params: optax.Params) -> GuidedEmaState:
         step = jnp.zeros([], jnp.int32) if bits or nesterov else ()
@@ -169,13 +166,26 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
     return like._replace(mu=mu.filled(new_mu), scale=scale)
 
 
-class _Rule(NamedTuple):
+def average_unless_zero(b1: jax.typing.ArrayLike, **settings: Any) -> optax.GradientTransformation:
+    """`guided_ema`, or nothing where b1 is known to be 0."""
+    average = guided_ema(b1, **settings)  # made in any case: it checks its arguments
+    return optax.identity() if is_zero(b1) else average
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
     """How an average is made and kept."""
 
     b1: jax.typing.ArrayLike
     bits: int | None  # None: no codes
     rounding: Rounding
     nesterov: bool
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for the first field that is out of range."""
+        require("b1", self.b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+        require_choice("rounding", self.rounding, get_args(Rounding))
+        require_flag("nesterov", self.nesterov)
 
 
 def _scales_of(state: GuidedEmaState, leaves: Leaves) -> Leaves | None:
