@@ -6,7 +6,7 @@ import jax
 import optax
 
 from adapprox_jax.argument_checks import require, require_choice, require_integer
-from adapprox_jax.params.hidden_matrices import Selection, resolve_selection
+from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
 from adapprox_jax.params.matrix_view import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
@@ -22,7 +22,6 @@ from adapprox_jax.transforms.guided_ema import average_unless_zero
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
-from adapprox_jax.transforms.partitioned import partitioned
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
 from adapprox_jax.transforms.weight_decay import decay_and_rate
 
@@ -166,8 +165,13 @@ def adapprox_muon(
         average_unless_zero(adapprox_b1, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )
+
+    def labels(tree: Any) -> Any:
+        chosen = resolve_selection(orthogonalized, tree, numbers)
+        return jax.tree.map(lambda is_hidden: HIDDEN if is_hidden else OTHERS, chosen)
+
     return optax.chain(
-        partitioned(hidden, others, lambda tree: resolve_selection(orthogonalized, tree, numbers)),
+        optax.partition({HIDDEN: hidden, OTHERS: others}, labels),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
 

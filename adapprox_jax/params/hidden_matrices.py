@@ -1,4 +1,4 @@
-"""Which leaves of a model are hidden matrices, for optimizers that treat these alone in a way."""
+"""Selects a model's hidden matrices, by name and by shape."""
 
 import re
 from collections.abc import Callable
@@ -16,6 +16,9 @@ from adapprox_jax.params.matrix_view import (
     matrix_view,
     view_shape,
 )
+
+# What `adapprox_muon` does with a leaf; the names of the two parts of its state.
+HIDDEN, OTHERS = "orthogonalized", "adapprox"
 
 # A tree of booleans that is a prefix of the parameters', or a function from the parameters to it.
 Selection: TypeAlias = Any | Callable[[Any], Any] | None
@@ -90,8 +93,8 @@ def muon_report(
     reasons = _reasons(leaves, weight_dimension_numbers)
     report = {}
     for path, is_chosen, reason in zip(leaves.paths, chosen, reasons, strict=True):
-        why = f"adapprox: {reason}" if orthogonalized is None else "adapprox"
-        report[path] = "orthogonalized" if is_chosen else why
+        why = f"{OTHERS}: {reason}" if orthogonalized is None else OTHERS
+        report[path] = HIDDEN if is_chosen else why
     return report
 
 

@@ -18,6 +18,7 @@ from adapprox_jax.argument_checks import (
 )
 from adapprox_jax.linalg.random_start import require_key
 from adapprox_jax.linalg.srsi import frobenius_norm, normalize, relative_error, srsi
+from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     MatrixView,
@@ -39,7 +40,6 @@ from adapprox_jax.state.report import adapprox_states
 from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate
 from adapprox_jax.transforms.guided_ema import GuidedEmaState, stored_average
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
-from adapprox_jax.transforms.partitioned import PartitionedState
 from adapprox_jax.transforms.weight_decay import CautiousWeightDecayState
 
 
@@ -110,9 +110,10 @@ def from_adam(
     second = _SecondMoments(nu, approximate, weight_dimension_numbers, require_key(key))
 
     def convert(node: Any) -> Any:
-        if isinstance(node, PartitionedState):
-            hidden = jax.tree.map(convert_hidden, node.hidden, is_leaf=_is_converted)
-            return PartitionedState(hidden, convert_all(node.others))
+        if _is_muon(node):
+            hidden, others = (node.inner_states[part] for part in (HIDDEN, OTHERS))
+            hidden = jax.tree.map(convert_hidden, hidden, is_leaf=_is_converted)
+            return optax.PartitionState({HIDDEN: hidden, OTHERS: convert_all(others)})
         if isinstance(node, ScaleByAdapproxState):
             return second.factored(node)
         if isinstance(node, GuidedEmaState):
@@ -139,11 +140,14 @@ def from_adam(
     return jax.tree.map(jnp.array, _set_counts(convert_all(state), moments.count))
 
 
-_CONVERTED = (ScaleByAdapproxState, GuidedEmaState, PartitionedState, optax.ScaleByAdamState)
+def _is_muon(node: Any) -> bool:
+    """Whether this is the state of `adapprox_muon`'s two parts."""
+    return isinstance(node, optax.PartitionState) and set(node.inner_states) == {HIDDEN, OTHERS}
 
 
 def _is_converted(node: Any) -> bool:
-    return isinstance(node, _CONVERTED)
+    kinds = ScaleByAdapproxState, GuidedEmaState, optax.ScaleByAdamState
+    return isinstance(node, kinds) or _is_muon(node)
 
 
 def _check_state(state: Any) -> None:
@@ -151,8 +155,7 @@ def _check_state(state: Any) -> None:
     count = len(adapprox_states(state))
     if count == 0:
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, PartitionedState))
-    if count > 1 and not any(isinstance(x, PartitionedState) for x in nodes):
+    if count > 1 and not any(map(_is_muon, jax.tree.leaves(state, is_leaf=_is_muon))):
         raise ValueError(
             "tx has several second moments; allowed: those of adapprox_muon, or one. Adam's state"
             " does not tell which of them are of directions."
@@ -172,9 +175,6 @@ def _set_counts(state: Any, count: jax.Array) -> Any:
         return node._replace(**{**fields, "count": jnp.asarray(count, node.count.dtype)})
 
     return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, _counting()))
-
-
-_CONVERTED = (ScaleByAdapproxState, GuidedEmaState, PartitionedState, optax.ScaleByAdamState)
 
 
 @cache

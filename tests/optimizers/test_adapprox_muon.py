@@ -15,7 +15,6 @@ from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.random_start import draw_start, start_columns
 from adapprox_jax.step import platform
 from adapprox_jax.transforms.orthogonalize import _batches
-from adapprox_jax.transforms.partitioned import partitioned
 from tests import reference, reference_muon
 from tests.step.test_phases import branches, gradients
 
@@ -418,49 +417,8 @@ def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
     )
 
 
-def test_hidden_matrices_come_first_and_nothing_else_is_changed():
-    params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
-    numbers = {"hidden": optax.scale(2.0), "rest": optax.scale_by_adam()}
-    ours = partitioned(*numbers.values(), adapprox_jax.hidden_matrices)
-    optaxs = optax.partition(
-        numbers,
-        lambda tree: jax.tree.map(
-            lambda flag: "hidden" if flag else "rest", adapprox_jax.hidden_matrices(tree)
-        ),
-    )
-    states = ours.init(params), optaxs.init(params)
-    (grads,) = gradients(1, {name: x.shape for name, x in params.items()})
-    results = [tx.update(grads, state)[0] for tx, state in zip((ours, optaxs), states, strict=True)]
-    jax.tree.map(np.testing.assert_array_equal, *results)
-    placeholders = optax.tree_map_params(ours, lambda x: x + 1, states[0])
-    assert float(placeholders.others.inner_state.mu["wte"][0, 0]) == 1
-
-
-def test_everything_else_waits_for_the_second_moments_of_directions(monkeypatch):
-    """What both need in between is then not in memory at once (docs/performance.md)."""
-    waited = []
-
-    def begin_after(ready, array):
-        waited.append(array.shape)
-        return array
-
-    monkeypatch.setattr("adapprox_jax.transforms.partitioned.begin_after", begin_after)
-    params = {"mlp": jnp.ones((64, 80)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(80)}
-    expected = [(80,), (512, 64)]
-    for second_moment, shapes in ((True, expected), ("neurons", expected), (False, [])):
-        tx = adapprox_jax.adapprox_muon(1e-2, second_moment=second_moment)
-        jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
-        assert waited == shapes
-        waited.clear()
-
-
 @pytest.mark.parametrize("second_moment", ["neurons", True])
-def test_a_state_of_another_kind_and_a_b2_that_changes_are_named(second_moment):
-    params = {"w": jnp.ones((64, 96)), "b": jnp.ones(96)}
-    tx = adapprox_jax.adapprox_muon(1e-2, second_moment=second_moment)
-    other = (optax.adam(1e-2).init(params)[0], *tx.init(params)[1:])
-    with pytest.raises(ValueError, match="adapprox_muon got a state of type ScaleByAdamState"):
-        tx.update(params, other, params)
+def test_a_b2_that_changes_is_named(second_moment):
     changing = dict(b2=adapprox_jax.increasing_decay(), second_moment=second_moment)
     if second_moment == "neurons":
         with pytest.raises(ValueError, match="b2 is a function and second_moment 'neurons'"):

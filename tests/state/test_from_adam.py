@@ -281,7 +281,7 @@ def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dty
     parts = new[0]
     for name in ("out", "bias"):
         for field in ("q", "u", "nu", "mu"):
-            actual = optax.tree.get(parts.others, field)[name]
+            actual = optax.tree.get(parts.inner_states["adapprox"], field)[name]
             np.testing.assert_array_equal(actual, optax.tree.get(expected, field)[name])
     # The first direction is that of Adam's gradients and the new one.
     grads = jax.grad(loss)(params, 150)
