@@ -102,9 +102,9 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adapprox 8 bits": lambda: _adapprox(mu_dtype="int8"),
     "adapprox rank 16, 8 bits": lambda: _adapprox(max_rank=16, mu_dtype="int8"),
     "adapprox 1 to 64": lambda: _adapprox(initial_rank=1, max_rank=64),
-    # Ranks of 1 to 16 in wide buffers: the gradients of `inputs.py` have such ranks.
-    "adapprox 1 to 16 of 192": lambda: _adapprox(
-        initial_rank=1, max_rank=192, error_threshold=0.01, rank_growth=lambda error: 5
+    # Ranks of 1 to 16 in wider buffers: the gradients of `inputs.py` have such ranks.
+    "adapprox 1 to 16 of 64": lambda: _adapprox(
+        initial_rank=1, max_rank=64, error_threshold=0.01, rank_growth=lambda error: 5
     ),
     "adapprox PAPER": lambda: _adapprox(**adapprox_jax.PAPER),
     "adapprox_muon": _adapprox_muon,
