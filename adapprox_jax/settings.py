@@ -60,13 +60,16 @@ class RankRule:
         """From an error to the columns to add."""
         return PAPERS_GROWTH if self.rank_growth is None else self.rank_growth
 
-    def is_fixed(self, capacity: int) -> bool:
-        """Whether the rank is always that of buffers of `capacity` columns."""
-        return self.first(capacity) == capacity
+    @property
+    def is_fixed(self) -> bool:
+        """Whether the rank is always the width of the buffers."""
+        return self.initial_rank in (None, self.max_rank)
 
     def first(self, capacity: int) -> int:
         """k_init cut to buffers of `capacity` columns; all of them where the rank is fixed."""
-        return capacity if self.initial_rank is None else min(self.initial_rank, capacity)
+        if self.initial_rank is None or self.is_fixed:
+            return capacity
+        return min(self.initial_rank, capacity)
 
     def is_measured(self, step: jax.Array) -> jax.Array:
         """Whether ranks are chosen at a step; on a CPU errors, too, are measured at these alone."""
@@ -106,7 +109,7 @@ class Subspace:
         """
         if not self.warm_start or self.power_iterations > 1:
             return ROUNDS
-        return WARM_ROUNDS + int(width > capacity or not rule.is_fixed(capacity))
+        return WARM_ROUNDS + int(width > capacity or not rule.is_fixed)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,8 +44,8 @@ def orthonormalize_cholesky(
     Args:
       matrices: Each (batch, m, width), width at most m; all of one type.
       rounds: At least 1.
-      unroll: Write the rounds out, in place of a loop of known length. On CPUs, where each leaf has
-        code of its own, that took a tenth longer to compile, and steps were slower and held more.
+      unroll: Write the rounds out instead of a loop of known length. On CPUs, where each leaf has
+        its own code, that took a tenth longer to compile, and steps were slower and held more.
 
     Returns:
       A basis for each, of its shape.

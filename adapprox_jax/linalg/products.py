@@ -81,7 +81,7 @@ def fused_outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     """
     if q.shape[1] > _MOST_OUTER_PRODUCTS:
         return outer(q, u, axis)
-    # Without the barrier each column of a stack is cut out by a kernel of its own.
+    # Without the barrier each column of a stack is cut out by its own kernel.
     rows, columns = jax.lax.optimization_barrier((q.T, u.T) if axis == 0 else (u.T, q.T))
     terms = (row[:, None] * column[None, :] for row, column in zip(rows, columns, strict=True))
     return sum(terms, start=jnp.zeros((), q.dtype))

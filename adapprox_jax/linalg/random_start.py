@@ -74,7 +74,7 @@ def start_columns(
     """A random start (n, width), whose first columns do not depend on `width`.
 
     Eight independent Gaussian columns, then the same eight with independent random signs, and so
-    on: every two columns are uncorrelated, and a column costs no random numbers of its own.
+    on: every two columns are uncorrelated, and a column costs no further random numbers.
 
     Args:
       draws: From `draw_start`.

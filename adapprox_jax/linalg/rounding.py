@@ -44,8 +44,8 @@ def rounded(
 def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     """Numbers in [0, 1) that look random, others for every count.
 
-    A hash of position and count and no random generator, which would take longer than all else
-    that is done with an average.
+    A hash of position and count and no random generator, which would take longer than the
+    rest of the work on an average.
 
     Args:
       shape: Of the result.

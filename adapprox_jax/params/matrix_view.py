@@ -15,7 +15,7 @@ from adapprox_jax.params.leaves import Leaves
 class MatrixDimensionNumbers(NamedTuple):
     """Which axes of a leaf form the rows and which the columns of its matrices.
 
-    All other axes are batch: each index of theirs is a matrix of its own, with its own rank. No
+    All other axes are batch: each index is one matrix with its own rank. No
     rows or no columns: the leaf keeps a dense second moment. The idea is that of
     `optax.contrib.MuonDimensionNumbers`.
     """

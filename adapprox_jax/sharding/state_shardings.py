@@ -33,7 +33,7 @@ def state_shardings(
       mesh: Needed where no array has a sharding, as of parameters on one device.
 
     Returns:
-      A tree like `tx.init(params)` with a `NamedSharding` in place of each array: for
+      A tree like `tx.init(params)` with a `NamedSharding` instead of each array: for
       `jax.jit(tx.init, out_shardings=...)`, `jax.device_put` and Orbax.
 
     Raises:

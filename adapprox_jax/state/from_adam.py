@@ -136,7 +136,7 @@ def from_adam(
 
     state = tx.init(params)
     _check_state(state)
-    # Arrays of its own: states are donated.
+    # New arrays: states are donated.
     return jax.tree.map(jnp.array, _set_counts(convert_all(state), moments.count))
 
 

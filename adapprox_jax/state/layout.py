@@ -1,4 +1,4 @@
-"""The states of `scale_by_adapprox`, of a tree and of one leaf: built and taken apart here."""
+"""The state of `scale_by_adapprox`: its layout, and its parts leaf by leaf."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

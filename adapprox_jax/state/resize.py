@@ -29,9 +29,9 @@ def resize(
 ) -> Any:
     """Grows or shrinks the factor buffers of an optimizer state; the optimizer stays as it is.
 
-    A wider buffer changes nothing in the next update; a narrower one drops empty columns. Where the
-    rank is fixed, or `initial_rank` no smaller than the width, it is the width of the buffers, and
-    so what is given here from the next factors on. The next call of a jitted step compiles it anew.
+    A wider buffer changes nothing in the next update; a narrower one drops empty columns. A fixed
+    rank is the width of the buffers, and so what is given here from the next factors on. The next
+    call of a jitted step compiles it anew.
 
     Args:
       opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays, or

@@ -199,7 +199,7 @@ class _Tiled(NamedTuple):
         return in_tiles(of_tile, self.tiles, (matrix.grad, cut), whole)
 
 
-# Leaves of one shape share what is traced: tracing all of 117M would take longer than all else.
+# Leaves of one shape share what is traced, which takes longer than the rest of tracing.
 @partial(jax.jit, static_argnames=("function", "some"))
 def _of_stack(
     plan: Plan, operands: Sequence[Any], *, function: Callable[..., Any], some: int | None

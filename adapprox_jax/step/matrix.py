@@ -51,11 +51,6 @@ class Plan:
         return self.settings.approximation
 
     @property
-    def is_fixed(self) -> bool:
-        """Whether the rank is always that of the buffers."""
-        return self.settings.rank.is_fixed(self.capacity)
-
-    @property
     def width(self) -> int:
         """Columns that are worked on: those of the buffers, and p more."""
         return self.settings.subspace.width(self.capacity, self.shorter_side)
@@ -63,7 +58,7 @@ class Plan:
     @property
     def measures(self) -> jax.Array:
         """Whether the error is measured at this step."""
-        if self.is_fixed and self.platform.measures_every_step:
+        if self.settings.rank.is_fixed and self.platform.measures_every_step:
             return jnp.asarray(True)
         return self.settings.rank.is_measured(self.scalars.step)
 
@@ -227,7 +222,7 @@ def residuals_of(
     """What adds up to ||A - q u^T||^2 in squared units."""
     difference = target_of(plan, matrix) - product_of(plan, Factors(q, u))
     units = difference / unit
-    if plan.platform.sums_in_blocks:
+    if plan.platform.sums_in_blocks and plan.batch == 1:
         return jnp.sum(jnp.square(in_blocks(units)), axis=-1)
     return jnp.sum(jnp.square(units))
 
@@ -242,7 +237,7 @@ def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) 
 def kept_columns(plan: Plan, last: LeafState, factors: Factors, rank: jax.Array) -> Factors:
     """The first columns, rounded as the state keeps them, in the type that is worked in."""
     q, u = (fit_columns(x, plan.capacity) for x in factors)
-    if not plan.is_fixed:
+    if not plan.settings.rank.is_fixed:
         q, u = mask_columns(q, rank), mask_columns(u, rank)
     bits: tuple[jax.Array | None, jax.Array | None] = None, None
     if plan.scalars.rounding is not None and last.q.dtype == jnp.bfloat16:

@@ -6,14 +6,13 @@
 
 On accelerators a small decomposition costs the same for one matrix as for a hundred, and a branch
 or a loop of unknown length is a round trip to the host. So all leaves go through the phases at
-once, and but for the largest that fit into a fixed number of bytes their targets are not kept from
-one phase to another, for which barriers stand between them. Nothing waits for the host but one
-branch of adaptive ranks.
+once. Their targets are made anew in each phase, one after the other, but for the largest. Nothing
+waits for the host but one branch of adaptive ranks.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +54,6 @@ from adapprox_jax.step.matrix import (
     target_of,
     turned,
 )
-from adapprox_jax.step.platform import Platform
 
 
 class Found(NamedTuple):
@@ -67,14 +65,8 @@ class Found(NamedTuple):
     factors: Sequence[Factors]  # of all columns that were worked on
     units: Sequence[jax.Array]  # powers of two, about as large as the largest image
 
-    def of(self, leaves: Sequence[int]) -> "Found":
-        """That of some leaves."""
-        lists: Any = ([x[i] for i in leaves] for x in self)
-        return Found(*lists)
 
-
-_MOST_AT_ONCE = 40 * 2**20  # entries of targets on a device, kept ones among them: 160 MiB
-_MOST_KEPT = 2  # stacks: many small ones would pile up while others are still made
+_MOST_AT_ONCE = 40 * 2**20  # entries of targets on a device: 160 MiB in float32
 
 
 def step_stacks(
@@ -136,7 +128,10 @@ def step_stacks(
     us = sweep(project, plans, stacks, bases, like_q=1)
     factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
     found = Found(plans, stacks, lasts, factors, units)
-    choices = choose_columns(found, measured)
+    # Ranks are chosen, and errors measured, at some steps alone: in one branch for all leaves. No
+    # factors pass out of it, because each array that leaves a branch is copied.
+    choose = _choose_fixed if rule.is_fixed else _choose_adaptive
+    choices = choose(found, measured)
     ranks = [choice.rank for choice in choices]
     kept = _kept_factors(found, choices)
     residuals = [choice.residual for choice in choices]
@@ -149,24 +144,11 @@ def step_stacks(
     return list(zip(quotients, states, strict=True))
 
 
-def choose_columns(found: Found, measured: jax.Array) -> list[Choice]:
-    """Which columns to keep, and what they leave out.
-
-    Ranks are chosen, and errors measured, at some steps alone: in one branch for all leaves, out of
-    which no factors pass, because each array that leaves a branch is copied. On accelerators the
-    error of a fixed rank costs less than a branch and is measured at every step.
-    """
-    choices: dict[int, Choice] = {}
-    for choose, is_fixed in ((_choose_fixed, True), (_choose_adaptive, False)):
-        leaves = [i for i, plan in enumerate(found.plans) if plan.is_fixed == is_fixed]
-        if leaves:
-            chosen = choose(found.of(leaves), measured)
-            choices.update(zip(leaves, chosen, strict=True))
-    return [choices[i] for i in range(len(found.plans))]
-
-
 def _choose_fixed(found: Found, measured: jax.Array) -> list[Choice]:
-    """All columns of a fixed rank: of more than those the best."""
+    """All columns of a fixed rank: of more than those the best.
+
+    On accelerators the error costs less than a branch and is measured at every step.
+    """
     turns: Sequence[jax.Array | None] = [None] * len(found.plans)
     if any(plan.width > plan.capacity for plan in found.plans):
         turns = _turns(found)
@@ -292,29 +274,26 @@ def _with_target(plan: Plan, stack: Matrix) -> Matrix:
 
 def _made_anew(
     plans: Sequence[Plan], stacks: Sequence[Matrix], after: Sequence[jax.Array]
-) -> tuple[list[Matrix], Sequence[jax.Array]]:
+) -> tuple[list[Matrix], list[jax.Array]]:
     """Recomputes targets after `after` instead of storing them, but for those that are kept."""
-    if plans[0].platform.keeps_targets:
-        return list(stacks), after
-    kept = _kept(plans[0].platform, [stack.grad.shape for stack in stacks])
-    # Leaf by leaf, because under `jax.shard_map` what leaves a barrier varies as all that enters.
-    pairs = [
-        (stack.q, x) if i in kept else jax.lax.optimization_barrier((stack.q, x))
-        for i, (stack, x) in enumerate(zip(stacks, after, strict=True))
+    stays = _largest_that_stays(plans, stacks)
+    anew, later = list(stacks), list(after)
+    for i, plan in enumerate(plans):
+        if not plan.platform.keeps_targets and i != stays:
+            # Leaf by leaf: under `jax.shard_map` what leaves a barrier varies as all that enters.
+            q, later[i] = jax.lax.optimization_barrier((stacks[i].q, after[i]))
+            anew[i] = stacks[i]._replace(q=q)
+    return anew, later
+
+
+def _largest_that_stays(plans: Sequence[Plan], stacks: Sequence[Matrix]) -> int | None:
+    """The leaf with the largest target, if there is room for it beside any other that is made."""
+    sizes = [stack.grad.size for stack in stacks]
+    largest = sizes.index(max(sizes))
+    others = [
+        math.prod(stack.grad.shape[1:]) * matrices_at_once(plan.platform, stack.grad.shape)
+        for i, (plan, stack) in enumerate(zip(plans, stacks, strict=True))
+        if i != largest
     ]
-    anew = [stack._replace(q=q) for stack, (q, _) in zip(stacks, pairs, strict=True)]
-    return anew, [x for _, x in pairs]
-
-
-def _kept(platform: Platform, shapes: Sequence[tuple[int, ...]]) -> set[int]:
-    """The few largest stacks that, kept in memory, leave room to work on each of the others."""
-    kept: set[int] = set()
-    most = _MOST_AT_ONCE * devices_in_use()
-    largest_first = sorted(range(len(shapes)), key=lambda i: -math.prod(shapes[i]))
-    for place, i in enumerate(largest_first):
-        others = [j for j in largest_first[: place + 2] if j not in kept and j != i]
-        in_memory = sum(math.prod(shapes[j]) for j in (*kept, i))
-        sizes = (math.prod(shapes[j][1:]) * matrices_at_once(platform, shapes[j]) for j in others)
-        if len(kept) < _MOST_KEPT and in_memory + max(sizes, default=0) <= most:
-            kept.add(i)
-    return kept
+    fits = sizes[largest] + max(others, default=0) <= _MOST_AT_ONCE * devices_in_use()
+    return largest if fits else None

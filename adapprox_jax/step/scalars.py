@@ -45,7 +45,7 @@ class StepScalars:
         """Arrays, with None for the numbers, and the numbers, with None for the arrays."""
         fields = [getattr(self, field.name) for field in dataclasses.fields(self)]
         arrays = [None if isinstance(x, numbers.Real) else x for x in fields]
-        # Plain floats: NumPy's have a type of their own, which arithmetic would widen to.
+        # Plain floats: NumPy's have their own type, which arithmetic would widen to.
         return arrays, tuple(float(x) if isinstance(x, numbers.Real) else None for x in fields)
 
     @classmethod

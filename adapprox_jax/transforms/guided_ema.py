@@ -72,7 +72,7 @@ def guided_ema(
         bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
       rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
         the noise, which counts where an orthogonalization follows and makes more of it.
-      nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) in place of M, as Optax's Muon
+      nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) instead of M, as Optax's Muon
         does. The average that is stored is the same. Not with guidance.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
 
@@ -283,7 +283,7 @@ def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> N
 def _look_ahead(
     average: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
 ) -> jax.Array:
-    """What Nesterov's momentum emits in place of the average, corrected for its start in zero."""
+    """What Nesterov's momentum emits instead of the average, corrected for its start in zero."""
     power = b1**step
     older, newer = b1 / (1 - b1 * power), (1 - b1) / (1 - power)
     return jnp.asarray(older * average + newer * update)

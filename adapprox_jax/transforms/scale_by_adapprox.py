@@ -67,7 +67,7 @@ def scale_by_adapprox(
 ) -> optax.GradientTransformation:
     """Scales gradients by the root of a second moment kept as low-rank factors.
 
-    Matrices keep q (m, k) and u (n, k) in place of V (m, n); vectors, scalars and leaves whose
+    Matrices keep q (m, k) and u (n, k) instead of V (m, n); vectors, scalars and leaves whose
     factors would not be smaller keep a dense second moment. Without bias correction the first
     updates are about 1 / sqrt(1 - b2) in size: follow this with clipping, as `adapprox` does.
 
@@ -95,7 +95,7 @@ def scale_by_adapprox(
         With a warm start the columns in use turn towards what they lack by themselves, and more did
         not lower the loss (docs/design.md).
       rotate: Keep the best k of the k + p directions; False is the algorithm as printed.
-      warm_start: Start from the last factors in place of a Gaussian matrix.
+      warm_start: Start from the last factors instead of a Gaussian matrix.
       approximate: "moment" factors V, "root" its elementwise square root.
       orthogonalization: "qr" or "cholesky" (see `srsi`).
       min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense.
@@ -146,7 +146,7 @@ def scale_with(
     def init(params: optax.Params) -> ScaleByAdapproxState:
         leaves = Leaves.of(params, "parameter")
         numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
-        # An array of its own: states are donated.
+        # A new array: states are donated.
         data = jnp.array(jax.random.key_data(require_key(seed_or_key)))
         return init_state(leaves, numbers, data, settings.rank, settings.storage)
 

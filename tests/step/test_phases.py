@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -160,14 +160,21 @@ def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
     jax.clear_caches()
 
 
-def test_the_largest_targets_are_kept_while_there_is_room(monkeypatch):
+def test_the_largest_target_is_kept_where_there_is_room(monkeypatch):
     monkeypatch.setattr(phases, "_MOST_AT_ONCE", 1000)
-    kept = partial(phases._kept, dataclasses.replace(platform.ACCELERATOR, largest_slice=400))
-    assert kept([(1, 10, 10), (1, 30, 20), (1, 15, 20)]) == {1, 2}, "two at most"
-    assert kept([(1, 10, 10), (1, 30, 20)]) == {0, 1}
-    assert kept([(1, 10, 10), (1, 40, 20), (1, 15, 20)]) == {0}
+    few = dataclasses.replace(platform.ACCELERATOR, largest_slice=400)
+
+    def kept(*shapes):
+        plans = [SimpleNamespace(platform=few)] * len(shapes)
+        stacks = [SimpleNamespace(grad=np.zeros(shape)) for shape in shapes]
+        return phases._largest_that_stays(plans, stacks)
+
+    assert kept((1, 10, 10), (1, 30, 20), (1, 15, 20)) == 1
+    assert kept((1, 40, 20)) == 0
+    assert kept((1, 10, 10), (1, 40, 20), (1, 15, 20)) is None
     # Of nine matrices two at once.
-    assert kept([(9, 10, 20), (1, 25, 20), (1, 5, 10)]) == {1, 2}
+    assert kept((3, 10, 20), (1, 31, 20), (9, 5, 10)) is None
+    assert kept((2, 10, 20), (1, 30, 20), (9, 5, 10)) == 1
 
 
 def lowered(kind, leaves=2, shape=(70, 90), **settings):
