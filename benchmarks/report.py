@@ -41,7 +41,7 @@ FIRST = (
 COMPARED = (
     *FIRST,
     *(f"adapprox 4 bits, {_X8}", "adapprox no average"),
-    *("adapprox_muon rank 8", "adapprox_muon 8 bits"),
+    *("adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
     *("adapprox_muon 4 bits, rank 2", "adapprox_muon no average"),
     *("AdamW b2 0.95", "AdamW b2 0.95, clipped", "AdamW b2 0.99, clipped"),
     f"AdamW b2 0.95, clipped, {_X8}",
@@ -67,7 +67,7 @@ PAIRS = (
 )
 DIRECTIONS = (
     *("Muon", "Muon clipped", _MUON_X2, "NorMuon", "AdaMuon"),
-    *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits"),
+    *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
     *("adapprox_muon 4 bits", "adapprox_muon defaults", "adapprox_muon no average"),
 )
 DIRECTION_PAIRS = (

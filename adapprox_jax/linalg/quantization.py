@@ -1,35 +1,37 @@
-"""Arrays in 8 or 4 bits a number, with one scale for each block of 32 along the last axis."""
+"""Arrays in 8, 5 or 4 bits a number, with one scale for each block of 32 along the last axis."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.argument_checks import require, require_choice, require_integer
 from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
-BITS = (8, 4)
+BITS = (8, 5, 4)
 
 
 def quantize(
     array: jax.Array, bits: int = 8, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Rounds an array to signed codes of 8 or 4 bits.
+    """Rounds an array to signed codes of 8, 5 or 4 bits.
 
     A number x of a block with largest magnitude s has the code round(3 c x / (2 s + |x|)) with
-    c = 127 or 7, which stands for 2 s code / (3 c - |code|): steps are two thirds of equal ones
+    c = 127, 15 or 7, which stands for 2 s code / (3 c - |code|): steps are two thirds of equal ones
     at zero and three halves at s, about as fine as numbers are dense.
 
     Args:
       array: (..., n), real.
-      bits: 8 or 4.
+      bits: 8, 5 or 4.
       noise: Random numbers in [0, 1) of the shape of the array: it is rounded up or down with the
         odds at which what the codes stand for is right on average, as an average that is stored
         again and again has to be. None: to the nearest code.
 
     Returns:
-      Codes: int8 (..., n), or uint8 (..., n / 2 rounded up) for 4 bits. Scales: bfloat16
-      (..., blocks), where blocks is n / 32 rounded up. A number costs 1.06 or 0.56 bytes.
+      Codes: int8 (..., n), uint8 (..., 20 blocks) or uint8 (..., n / 2 rounded up). Scales:
+      bfloat16 (..., blocks), where blocks is n / 32 rounded up. A number costs 1.06, 0.69 or 0.56
+      bytes.
 
     Raises:
       ValueError: bits is none of these, or the array is a scalar.
@@ -77,6 +79,8 @@ def quantize(
         low, high = _units(below, largest), _units(below + 1, largest)
         codes = below + (in_blocks(noise) < (unit - low) / (high - low))
     codes = codes.astype(jnp.int8)
+    if bits == 5:
+        return _packed_in_5_bits(codes), scales
     codes = codes.reshape(*array.shape[:-1], blocks.shape[-2] * BLOCK)
     return (codes[..., :n] if bits == 8 else _packed(codes[..., : n + n % 2])), scales
 
@@ -103,12 +107,16 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     """
     require_integer("n", n, 0)
     require_choice("codes.dtype", codes.dtype, (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)))
-    bits = bits_of(codes)
-    given = codes.shape, scales.shape
-    expected = tuple(x.shape for x in quantized_like((*codes.shape[:-1], n), bits))
-    if given != expected:
-        raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {expected}.")
-    signed = codes if bits == 8 else _unpacked(codes)
+    given, expected = (codes.shape, scales.shape), {}
+    for bits in BITS:
+        like = quantized_like((*codes.shape[:-1], n), bits)
+        if like[0].dtype == codes.dtype:
+            expected[bits] = tuple(x.shape for x in like)
+    if given not in expected.values():
+        allowed = " or ".join(map(str, expected.values()))
+        raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {allowed}.")
+    bits = bits_of(codes, n)
+    signed = {8: lambda x: x, 5: _unpacked_from_5_bits, 4: _unpacked}[bits](codes)
     units = _units(in_blocks(signed[..., :n].astype(jnp.float32)), 2 ** (bits - 1) - 1)
     numbers = units * scales.astype(jnp.float32)[..., None]
     return numbers.reshape(*codes.shape[:-1], numbers.shape[-2] * BLOCK)[..., :n]
@@ -125,14 +133,16 @@ def quantized_like(
     """Shapes and types of the codes and scales of an array of a shape."""
     *batch, n = shape
     blocks = -(-n // BLOCK)
-    length = n if bits == 8 else -(-n // 2)
+    length = {8: n, 5: 20 * blocks, 4: -(-n // 2)}[bits]
     codes = jax.ShapeDtypeStruct((*batch, length), jnp.int8 if bits == 8 else jnp.uint8)
     return codes, jax.ShapeDtypeStruct((*batch, blocks), _SCALE_DTYPE)
 
 
-def bits_of(codes: jax.Array) -> int:
-    """The bits of codes."""
-    return 8 if codes.dtype == jnp.int8 else 4
+def bits_of(codes: jax.Array, n: int) -> int:
+    """The bits of codes of n numbers along the last axis."""
+    if codes.dtype == jnp.int8:
+        return 8
+    return 4 if codes.shape[-1] == -(-n // 2) else 5
 
 
 def in_blocks(array: jax.Array) -> jax.Array:
@@ -156,3 +166,22 @@ def _unpacked(packed: jax.Array) -> jax.Array:
     nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
     signed = (nibbles ^ 8).astype(jnp.int8) - 8
     return signed.astype(jnp.int8)
+
+
+def _packed_in_5_bits(codes: jax.Array) -> jax.Array:
+    """int8 codes (..., blocks, 32) as bytes (..., 20 blocks): of each block 16 with the lower 4
+    bits, and 4 with the signs.
+    """
+    signs = (codes < 0).astype(jnp.uint8).reshape(*codes.shape[:-1], 4, 8)
+    signs = jnp.sum(signs << np.arange(8, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
+    parts = _packed(codes), signs
+    return jnp.concatenate(parts, axis=-1).reshape(*codes.shape[:-2], 20 * codes.shape[-2])
+
+
+def _unpacked_from_5_bits(packed: jax.Array) -> jax.Array:
+    """The int8 codes (..., 32 blocks) in bytes (..., 20 blocks)."""
+    blocks = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 20, 20)
+    lower = _unpacked(blocks[..., :16]) & 0xF
+    signs = (blocks[..., 16:, None] >> np.arange(8, dtype=np.uint8)) & 1
+    negative = signs.astype(jnp.int8).reshape(lower.shape)
+    return (lower - 16 * negative).reshape(*packed.shape[:-1], BLOCK * blocks.shape[-2])

@@ -85,7 +85,7 @@ def adapprox(
         `increasing_decay` gives.
       eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running average; None for that of the parameters, int8 or int4
+      mu_dtype: Type of the running average; None for that of the parameters, int8, "int5" or int4
         for codes with scales (see `guided_ema`).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
         a schedule.

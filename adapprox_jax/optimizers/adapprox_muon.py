@@ -77,7 +77,7 @@ def adapprox_muon(
         second_moment="neurons" a number.
       eps: Added to the root of a second moment, at least 0.
       eps_root: Added under the root, at least 0.
-      mu_dtype: Type of the running averages, as in `guided_ema`: int8 or int4 for codes.
+      mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
         Of hidden matrices they are rounded to the nearest; few bits want a b1 as low as 0.8
         (docs/orthogonal.md).
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or

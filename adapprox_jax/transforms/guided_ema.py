@@ -66,8 +66,8 @@ def guided_ema(
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
         parallel, would be multiplied by 1 / eps.
       mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type
-        of 16 bits or more, or int8 or int4 for codes with a scale for each block of 32
-        (`quantize`), 1.06 or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or
+        of 16 bits or more, or int8, "int5" or int4 for codes with a scale for each block of 32
+        (`quantize`), 1.06, 0.69 or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or
         32 columns are then kept as with None. Floating-point types are rounded to the nearest:
         bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
       rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
@@ -158,7 +158,7 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
     def store(average: Any, kept: Any, scale: Any) -> tuple[Any, Any]:
         if not _is_coded(scale):
             return jnp.asarray(average, kept.dtype), scale
-        return quantize(average, bits_of(kept))
+        return quantize(average, bits_of(kept, average.shape[-1]))
 
     stored = list(map(store, leaves.arrays, mu.arrays, _arrays(scales, leaves)))
     new_mu, new_scales = unzipped(stored, 2)
@@ -208,14 +208,14 @@ def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     if mu_dtype is None:
         return None
     try:
-        name = jnp.dtype(mu_dtype).name
+        name = "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
     except TypeError:
         name = repr(mu_dtype)
-    if name in ("int8", "int4"):
+    if name in ("int8", "int5", "int4"):
         return int(name.removeprefix("int"))
     if name.startswith(("float", "bfloat")) and jnp.dtype(mu_dtype).itemsize >= 2:
         return None
-    allowed = "None, floating-point types of 16 bits or more, int8, int4"
+    allowed = "None, floating-point types of 16 bits or more, int8, int5, int4"
     raise ValueError(f"mu_dtype is {name}; allowed: {allowed}.")
 
 
@@ -268,15 +268,16 @@ def _average_leaf(
 
 def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> None:
     """Raises ValueError where codes are of another shape or of other bits."""
-    expected = quantized_like(update.shape, bits_of(codes))[0].shape
-    if codes.shape != expected:
+    kept = bits_of(codes, update.shape[-1])
+    like = quantized_like(update.shape, kept)[0]
+    if (codes.shape, codes.dtype) != (like.shape, like.dtype):
         raise ValueError(
             f"{name}: got shape {update.shape}; expected what has codes {codes.shape}."
         )
-    if bits != bits_of(codes):
+    if bits != kept:
         raise ValueError(
-            f"{name}: the state's codes have {bits_of(codes)} bits; mu_dtype is int{bits}. Was the"
-            " state made with another mu_dtype?"
+            f"{name}: the state's codes have {kept} bits; mu_dtype is int{bits}. Was the state made"
+            " with another mu_dtype?"
         )
 
 

@@ -32,7 +32,7 @@ class Options:
     """Adapprox: the first rank, where ranks adapt."""
     error_threshold: float | None = None
     """Adapprox: the relative error below which a rank is high enough, where ranks adapt."""
-    mu_dtype: Literal["float32", "bfloat16", "int8", "int4"] | None = None
+    mu_dtype: Literal["float32", "bfloat16", "int8", "int5", "int4"] | None = None
     """Adapprox: type of the average."""
     min_dim_size_to_factor: int | None = None
     """Adapprox: matrices with a shorter side have a whole second moment."""

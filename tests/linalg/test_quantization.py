@@ -1,4 +1,4 @@
-"""Codes of 8 and 4 bits, and the running average that is kept in them."""
+"""Codes of 8, 5 and 4 bits, and the running average that is kept in them."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ from adapprox_jax.linalg.quantization import quantized_like
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-BYTES = {jnp.int8: 1.0625, jnp.int4: 0.5625}  # a parameter
-each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, jnp.int4])
+BYTES = {jnp.int8: 1.0625, "int5": 0.6875, jnp.int4: 0.5625}  # a parameter
+each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, "int5", jnp.int4])
 
 
 def updates(t, like=PARAMS):
@@ -22,7 +22,7 @@ def updates(t, like=PARAMS):
     return {name: rng.normal(size=x.shape).astype(np.float32) for name, x in like.items()}
 
 
-@pytest.mark.parametrize(("bits", "most"), [(8, 0.0085), (4, 0.108)])
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.0085), (5, 0.054), (4, 0.108)])
 @pytest.mark.parametrize("n", [1, 5, 32, 33, 100])
 def test_error_is_half_a_step_of_the_codes(bits, most, n):
     """Of a block's largest magnitude: 3 / 4 of 1 / 127, 1 / 15, 1 / 7 at most; of scales 2^-9."""
@@ -41,7 +41,7 @@ def test_error_is_half_a_step_of_the_codes(bits, most, n):
     np.testing.assert_array_equal(codes, again)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 5, 4])
 def test_zeros_and_extreme_blocks(bits):
     x = jnp.asarray(np.r_[np.zeros(32), np.full(32, 1e-30), np.full(32, -3e38)], jnp.float32)
     back = adapprox_jax.dequantize(*quantize(x, bits), 96)
@@ -55,7 +55,7 @@ def test_average_follows_that_of_float32(dtype):
     Of updates that are noise alone. Stochastic rounding has twice the variance of rounding to the
     nearest, which ends below 0.25 here in 4 bits, so below 0.25 sqrt(2) = 0.36, with a margin.
     """
-    most = {jnp.int8: 0.02, jnp.int4: 0.4}[dtype]
+    most = {jnp.int8: 0.02, "int5": 0.2, jnp.int4: 0.4}[dtype]
     plain = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9))
     coded = optax.chain(optax.scale_by_rms(), adapprox_jax.guided_ema(0.9, mu_dtype=dtype))
     states = [plain.init(PARAMS), coded.init(PARAMS)]
@@ -71,7 +71,7 @@ def test_average_follows_that_of_float32(dtype):
 @each_dtype
 def test_codes_may_be_those_nearest_to_the_average(dtype):
     """With half the noise; stochastic ones are the two around it."""
-    bits = {jnp.int8: 8, jnp.int4: 4}[dtype]
+    bits = {jnp.int8: 8, "int5": 5, jnp.int4: 4}[dtype]
     gradient = updates(0)
     state = {}
     for rounding in ("nearest", "stochastic"):
@@ -150,7 +150,7 @@ def test_explicit_mesh(dtype):
     np.testing.assert_array_equal(new.mu["kernel"], plain.mu["kernel"])
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [8, 5, 4])
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
 def test_arrays_without_entries(bits, shape):
     codes, scales = quantize(jnp.zeros(shape), bits)
@@ -179,7 +179,7 @@ def test_bad_types_and_shapes_are_named():
         adapprox_jax.guided_ema(mu_dtype="int3")
     with pytest.raises(ValueError, match="rounding is 'up'; allowed: 'stochastic', 'nearest'"):
         adapprox_jax.guided_ema(rounding="up")
-    with pytest.raises(ValueError, match="bits is 6; allowed: 8, 4"):
+    with pytest.raises(ValueError, match="bits is 6; allowed: 8, 5, 4"):
         quantize(jnp.ones(3), bits=6)
     with pytest.raises(ValueError, match=r"array\.ndim is 0; allowed: at least 1"):
         quantize(jnp.ones(()))
@@ -190,6 +190,8 @@ def test_bad_types_and_shapes_are_named():
         tx.update(wrong, state)
     with pytest.raises(ValueError, match=r"codes have 4 bits; mu_dtype is int8\. Was the state"):
         adapprox_jax.guided_ema(mu_dtype=jnp.int8).update(PARAMS, state)
+    with pytest.raises(ValueError, match=r"codes have 4 bits; mu_dtype is int5\. Was the state"):
+        adapprox_jax.guided_ema(mu_dtype="int5").update(PARAMS, state)
     plain = adapprox_jax.guided_ema()
     with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is None"):
         plain.update(PARAMS, state)

@@ -399,7 +399,7 @@ def test_leaves_without_entries_pass():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize(("mu_dtype", "second_moment"), [(None, "neurons"), ("int4", True)])
+@pytest.mark.parametrize(("mu_dtype", "second_moment"), [(None, "neurons"), ("int5", True)])
 def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
     checkpoint = pytest.importorskip("orbax.checkpoint")
     params = {"w": jnp.ones((64, 96)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(96)}

@@ -264,7 +264,7 @@ def test_masked_states_and_explicit_meshes():
         assert jax.typeof(resized[0].error["kernel"]) == jax.typeof(state[0].error["kernel"])
 
 
-@pytest.mark.parametrize("mu_dtype", [None, "int4"])
+@pytest.mark.parametrize("mu_dtype", [None, "int5"])
 def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dtype):
     """And everything else as with `adapprox`: Adam has no second moment of directions."""
     params, state, _, loss = with_adam
