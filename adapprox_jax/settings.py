@@ -63,6 +63,8 @@ class RankRule:
     @property
     def is_fixed(self) -> bool:
         """Whether the rank is always the width of the buffers."""
+        if isinstance(self.max_rank, float):  # 1.0 is a fraction, and not a rank of 1
+            return self.initial_rank is None
         return self.initial_rank in (None, self.max_rank)
 
     def first(self, capacity: int) -> int:
@@ -71,8 +73,8 @@ class RankRule:
             return capacity
         return min(self.initial_rank, capacity)
 
-    def is_measured(self, step: jax.Array) -> jax.Array:
-        """Whether ranks are chosen at a step; on a CPU errors, too, are measured at these alone."""
+    def chooses_at(self, step: jax.Array) -> jax.Array:
+        """Whether ranks are chosen at a step."""
         return jax.lax.rem(step - 1, jnp.asarray(self.rank_interval, step.dtype)) == 0
 
 
@@ -102,14 +104,10 @@ class Subspace:
         """
         return min(capacity + (self.oversampling if self.rotate else 0), rows)
 
-    def rounds(self, width: int, capacity: int, rule: RankRule) -> int:
-        """Rounds of Cholesky QR for an orthonormal basis of `width` columns.
-
-        Of a warm start two do, and three where some of its columns are random.
-        """
-        if not self.warm_start or self.power_iterations > 1:
-            return ROUNDS
-        return WARM_ROUNDS + int(width > capacity or not rule.is_fixed)
+    @property
+    def rounds(self) -> int:
+        """Rounds of Cholesky QR for an orthonormal basis."""
+        return WARM_ROUNDS if self.warm_start and self.power_iterations == 1 else ROUNDS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _NORMALS = 8  # Gaussian columns that a random start is made of
+_ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
 
 def check_key(key: Any) -> tuple[int | jax.Array, Any]:
@@ -92,7 +93,8 @@ def warm_start(
 ) -> jax.Array:
     """A start (n, width) with the columns of `previous_u` over its first.
 
-    Zeros of `previous_u` leave the start as it is: columns beyond the rank are zero.
+    Columns of `previous_u` that are zero or rounding beside the largest stand for no direction.
+    There the start stays as it is.
 
     Args:
       start: (n, width).
@@ -101,5 +103,7 @@ def warm_start(
     """
     covered = min(start.shape[1], previous_u.shape[1])
     unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
-    first = jnp.where(unit_u != 0, unit_u, start[:, :covered])
+    least = _ROUNDING * float(np.finfo(start.dtype).eps)
+    stands = jnp.max(jnp.abs(unit_u), axis=0, keepdims=True) > least
+    first = jnp.where(stands, unit_u, start[:, :covered])
     return jnp.concatenate([first, start[:, covered:]], axis=1)

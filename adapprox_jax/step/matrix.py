@@ -55,13 +55,6 @@ class Plan:
         """Columns that are worked on: those of the buffers, and p more."""
         return self.settings.subspace.width(self.capacity, self.shorter_side)
 
-    @property
-    def measures(self) -> jax.Array:
-        """Whether the error is measured at this step."""
-        if self.settings.rank.is_fixed and self.platform.measures_every_step:
-            return jnp.asarray(True)
-        return self.settings.rank.is_measured(self.scalars.step)
-
 
 class Matrix(NamedTuple):
     """The gradient of one matrix and what its last factors say of V."""
@@ -85,17 +78,14 @@ class Choice(NamedTuple):
 
     turn: jax.Array | None  # puts the best columns first
     rank: jax.Array  # how many stay then
-    residual: jax.Array  # ||A - q u^T||^2 of those, in squared units
 
 
 class ErrorTerms(NamedTuple):
     """What the errors of a matrix are made of, all scalars."""
 
-    residual: jax.Array  # ||A - q u^T||^2 in squared units, if it is measured
+    residual: jax.Array  # ||A - q u^T||^2 in squared units
     norm: jax.Array  # ||q u^T|| in units
     unit: jax.Array
-    is_measured: jax.Array
-    last_error: jax.Array
     last_drift: jax.Array
     decay: jax.Array  # of the drift
 
@@ -103,7 +93,7 @@ class ErrorTerms(NamedTuple):
 class Errors(NamedTuple):
     """What is known of the new factors, all scalars."""
 
-    error: jax.Array  # xi, as it was measured last
+    error: jax.Array  # xi
     drift: jax.Array
     after_error: jax.Array  # False, but not before the error is known
 
@@ -258,7 +248,7 @@ def error_terms(
     """Collects what `errors_of` needs."""
     unit = unit * plan.approximation.of_scale(scale)
     decay = jnp.asarray(plan.approximation.drift_decay(plan.scalars.b2), last.drift.dtype)
-    return ErrorTerms(residual, norm, unit, plan.measures, last.error, last.drift, decay)
+    return ErrorTerms(residual, norm, unit, last.drift, decay)
 
 
 def errors_of(terms: ErrorTerms) -> Errors:
@@ -266,12 +256,12 @@ def errors_of(terms: ErrorTerms) -> Errors:
 
     With D that distance in the Frobenius norm, D_t <= decay D_(t-1) + ||A - q u^T||: averaging
     shrinks an old distance, cutting off entries below zero does not grow it, and the factorization
-    adds its own. A bound, up to rounding, where xi is measured at every step. ||A - q u^T|| follows
-    from xi and ||q u^T||, since the two are orthogonal.
+    adds its own: a bound, up to rounding. ||A - q u^T|| follows from xi and ||q u^T||, as the two are
+    orthogonal.
     """
     norm_squared = terms.residual + jnp.square(terms.norm)
     error = jnp.sqrt(terms.residual / jnp.where(norm_squared == 0, 1, norm_squared))
-    error = jnp.where(terms.is_measured, error.astype(terms.last_error.dtype), terms.last_error)
+    error = error.astype(terms.last_drift.dtype)
     norm = within_range(terms.unit * terms.norm, terms.last_drift.dtype)
     left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
     drift = within_range(terms.last_drift * terms.decay + left_out, terms.last_drift.dtype)

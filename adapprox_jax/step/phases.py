@@ -11,7 +11,7 @@ waits for the host but one branch of adaptive ranks.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -73,7 +73,7 @@ def step_stacks(
     plans: Sequence[Plan],
     grads: Sequence[jax.Array],
     lasts: Sequence[LeafState],
-    measured: jax.Array,
+    chooses: jax.Array,
 ) -> list[tuple[jax.Array, LeafState]]:
     """One step of Algorithm 3 up to the clip.
 
@@ -81,7 +81,7 @@ def step_stacks(
       plans: Of the leaves, all with the same settings.
       grads: Of each leaf its matrices, (batch, m, n) or (batch, n, m).
       lasts: Their states, with an axis for the batch in front.
-      measured: Whether this step chooses ranks.
+      chooses: Whether this step chooses ranks.
 
     Returns:
       For each leaf the scaled gradients and the new states.
@@ -90,7 +90,7 @@ def step_stacks(
         return []
     subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
     platform = plans[0].platform
-    rounds = max(subspace.rounds(plan.width, plan.capacity, rule) for plan in plans)
+    rounds = subspace.rounds
 
     def orthonormalize(images: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
         added = [parts.sum(axis=1) for parts in images]
@@ -128,13 +128,10 @@ def step_stacks(
     us = sweep(project, plans, stacks, bases, like_q=1)
     factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
     found = Found(plans, stacks, lasts, factors, units)
-    # Ranks are chosen, and errors measured, at some steps alone: in one branch for all leaves. No
-    # factors pass out of it, because each array that leaves a branch is copied.
-    choose = _choose_fixed if rule.is_fixed else _choose_adaptive
-    choices = choose(found, measured)
+    choices = _choose_fixed(found) if rule.is_fixed else _choose_adaptive(found, chooses)
     ranks = [choice.rank for choice in choices]
-    kept = _kept_factors(found, choices)
-    residuals = [choice.residual for choice in choices]
+    kept = each(kept_columns, plans, lasts, _turned(factors, choices), ranks)
+    residuals = _residuals(found, kept)
     norms = _norms(kept, units)
     terms = each(error_terms, plans, lasts, scales, residuals, norms, units)
     errors = together(_errors, terms)
@@ -144,69 +141,42 @@ def step_stacks(
     return list(zip(quotients, states, strict=True))
 
 
-def _choose_fixed(found: Found, measured: jax.Array) -> list[Choice]:
-    """All columns of a fixed rank: of more than those the best.
-
-    On accelerators the error costs less than a branch and is measured at every step.
-    """
+def _choose_fixed(found: Found) -> list[Choice]:
+    """All columns of a fixed rank: of more than those the best."""
     turns: Sequence[jax.Array | None] = [None] * len(found.plans)
     if any(plan.width > plan.capacity for plan in found.plans):
         turns = _turns(found)
     # Read, and not a constant: of an argument that nothing reads the memory cannot be reused.
-    choices = [
-        choice._replace(rank=jnp.maximum(choice.rank, plan.capacity))
-        for plan, choice in zip(found.plans, _unmeasured(found, turns), strict=True)
+    ranks = [
+        jnp.maximum(last.rank, plan.capacity)
+        for plan, last in zip(found.plans, found.lasts, strict=True)
     ]
-    if found.plans[0].platform.measures_every_step:
-        return _with_residuals(found, choices)
-    return _branch(measured, lambda: _with_residuals(found, choices), choices)
+    return list(map(Choice, turns, ranks))
 
 
-def _choose_adaptive(found: Found, measured: jax.Array) -> list[Choice]:
-    """Algorithm 2 at steps that choose ranks; else the ranks in use, without a turn."""
+def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Choice]:
+    """Algorithm 2 at steps that choose ranks; else the ranks in use, without a turn.
+
+    In one branch for all leaves. No factors pass out of it, because each array that leaves a branch
+    is copied, and what passes is put together.
+    """
     rotates = found.plans[0].settings.subspace.rotate
     no_turns = [
         jnp.zeros_like(u[:, :1, :1]) + jnp.eye(u.shape[2], dtype=u.dtype) if rotates else None
         for _, u in found.factors
     ]
-
-    def choose() -> list[Choice]:
-        residuals = _residuals(found, found.factors)
-        choices = _unmeasured(found, _turns(found) if rotates else no_turns)
-        factors = _turned(found.factors, choices)
-        ranks = each(rank_of, found.plans, factors, found.units, residuals)
-        choices = [x._replace(rank=rank) for x, rank in zip(choices, ranks, strict=True)]
-        return _with_residuals(found, choices)
-
-    return _branch(measured, choose, _unmeasured(found, no_turns))
-
-
-def _unmeasured(found: Found, turns: Sequence[jax.Array | None]) -> list[Choice]:
-    """The ranks in use. What they leave out is not known."""
-    return [
-        Choice(turn, last.rank, jnp.full_like(unit, jnp.nan))
-        for turn, last, unit in zip(turns, found.lasts, found.units, strict=True)
-    ]
-
-
-def _branch(
-    measured: jax.Array, choose: Callable[[], list[Choice]], stay: list[Choice]
-) -> list[Choice]:
-    """Choices at steps that make them. What passes through the branch is put together."""
+    last_ranks = [last.rank for last in found.lasts]
+    stay = list(map(Choice, no_turns, last_ranks))
     grouping = grouping_of(stay)
-    joined = jax.lax.cond(measured, lambda: join(choose(), grouping), lambda: join(stay, grouping))
-    return part(joined, grouping)
 
+    def choose() -> list[list[Choice]]:
+        residuals = _residuals(found, found.factors)
+        turns = _turns(found) if rotates else no_turns
+        factors = _turned(found.factors, list(map(Choice, turns, last_ranks)))
+        ranks = each(rank_of, found.plans, factors, found.units, residuals)
+        return join(list(map(Choice, turns, ranks)), grouping)
 
-def _with_residuals(found: Found, choices: Sequence[Choice]) -> list[Choice]:
-    """Choices with what the columns leave out as they are kept."""
-    residuals = _residuals(found, _kept_factors(found, choices))
-    return [x._replace(residual=r) for x, r in zip(choices, residuals, strict=True)]
-
-
-def _kept_factors(found: Found, choices: Sequence[Choice]) -> list[Factors]:
-    ranks = [choice.rank for choice in choices]
-    return each(kept_columns, found.plans, found.lasts, _turned(found.factors, choices), ranks)
+    return part(jax.lax.cond(chooses, choose, lambda: join(stay, grouping)), grouping)
 
 
 def _residuals(found: Found, factors: Sequence[Factors]) -> list[jax.Array]:

@@ -29,8 +29,6 @@ class Platform:
     """The target of a matrix stays in memory from pass to pass; else only the largest do."""
     quotient_with_image: bool
     """The quotient is made in the pass that makes the image; else last, so that it is used soon."""
-    measures_every_step: bool
-    """The error of a fixed rank costs less than a branch that leaves it out."""
     unrolls_rounds: bool
     """The few rounds of a warm Cholesky QR are written out instead of looped over."""
     sums_in_blocks: bool
@@ -52,7 +50,6 @@ CPU = Platform(
     largest_slice=2**20,
     keeps_targets=True,
     quotient_with_image=True,
-    measures_every_step=False,
     unrolls_rounds=False,
     sums_in_blocks=False,
     sums_together=False,
@@ -68,7 +65,6 @@ ACCELERATOR = Platform(
     largest_slice=2**25,
     keeps_targets=False,
     quotient_with_image=False,
-    measures_every_step=True,
     unrolls_rounds=True,
     sums_in_blocks=True,
     sums_together=True,

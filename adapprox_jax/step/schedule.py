@@ -107,7 +107,7 @@ def _together(
         scalars: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
     ) -> Stepped:
         # Not of one leaf, which may vary over devices where others do not.
-        measured = settings.rank.is_measured(scalars.step)
+        chooses = settings.rank.chooses_at(scalars.step)
         plans, stacks, lasts = [], [], []
         for given, of_leaf, view in zip(grads, states, of_matrices, strict=True):
             own, grad, state = varying_alike((scalars, given, of_leaf._replace(nu=())))
@@ -116,7 +116,7 @@ def _together(
             stacks.append(flat(to_matrices(grad, view)))
             lasts.append(jax.tree.map(flat, state))
         results = []
-        stepped = step_stacks(plans, stacks, lasts, measured)
+        stepped = step_stacks(plans, stacks, lasts, chooses)
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
             batch = state.rank.shape
             scaled, new = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
