@@ -29,7 +29,8 @@ def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -
     number = np.asarray(value)[()] if is_array and value.ndim == 0 else value
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool | np.bool_)
     if not (is_number or _is_low_precision(number)) or not holds(number):
-        raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
+        given = f"{value.dtype}{list(value.shape)}" if is_array and value.ndim else repr(value)
+        raise ValueError(f"{name} is {given}; allowed: {allowed}.")
 
 
 def require_precise(name: str, value: Any) -> None:
@@ -53,8 +54,8 @@ def require_integer(name: str, value: Any, least: int, most: int | None = None) 
     if isinstance(value, jax.Array):
         what = "traced" if isinstance(value, jax.core.Tracer) else "an array"
         raise ValueError(
-            f"{name} is {what}; allowed: an integer known when the optimizer is made. Under"
-            " optax.inject_hyperparams give static_args=adapprox_jax.STATIC_ARGS."
+            f"{name} is {what}; allowed: a Python integer. Under optax.inject_hyperparams give"
+            " static_args=adapprox_jax.STATIC_ARGS, or MUON_STATIC_ARGS for adapprox_muon."
         )
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not (is_integer and value >= least and (most is None or value <= most)):

@@ -7,7 +7,7 @@ one optimizer serves every other one with equal settings.
 import dataclasses
 import math
 import numbers
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +23,15 @@ from adapprox_jax.argument_checks import (
     require_or_schedule,
     require_precise,
 )
-from adapprox_jax.linalg.orthonormalize import ROUNDS, WARM_ROUNDS
+from adapprox_jax.linalg.orthonormalize import (
+    ORTHONORMALIZE,
+    ROUNDS,
+    WARM_ROUNDS,
+    Orthogonalization,
+)
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth
 from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate, Approximation
 
-Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
-ORTHOGONALIZATIONS: tuple[str, ...] = get_args(Orthogonalization)
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
 
 
@@ -94,7 +97,7 @@ class Subspace:
         require_integer("oversampling", self.oversampling, 0)
         require_flag("rotate", self.rotate)
         require_flag("warm_start", self.warm_start)
-        require_choice("orthogonalization", self.orthogonalization, ORTHOGONALIZATIONS)
+        require_choice("orthogonalization", self.orthogonalization, tuple(ORTHONORMALIZE))
 
     def width(self, capacity: int, rows: int) -> int:
         """Columns worked on in buffers of `capacity`: p more, at most `rows` in all.

@@ -1,1 +1,1 @@
-"""Linear algebra of single arrays: no pytrees, no optimizer."""
+"""Linear algebra of arrays: no optimizer, no parameters."""

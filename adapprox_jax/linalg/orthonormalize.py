@@ -1,7 +1,7 @@
 """Orthonormal bases of the columns of tall matrices, of many at once."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import numpy as np
 
 from adapprox_jax.linalg.products import contract, matmul
 
+Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to rounding
 WARM_ROUNDS = 3  # enough where they are nearly those of the step before, or random
 

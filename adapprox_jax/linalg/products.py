@@ -38,7 +38,7 @@ def contract(matrix: jax.Array, factor: jax.Array, axis: int) -> jax.Array:
     return jax.lax.optimization_barrier(matmul(factor.T, matrix)).T
 
 
-def contract_in_parts(matrix: jax.Array, factor: jax.Array, axis: int, most: int = 64) -> jax.Array:
+def contract_in_parts(matrix: jax.Array, factor: jax.Array, axis: int, most: int) -> jax.Array:
     """`contract` of a long axis, as the products of its parts, which are still to be added.
 
     On accelerators one sum of few results keeps few cores busy, so that XLA parts it, and pads a

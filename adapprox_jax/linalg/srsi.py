@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.argument_checks import require_choice, require_flag, require_integer
-from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE
+from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, Orthogonalization
 from adapprox_jax.linalg.products import contract, matmul, outer
 from adapprox_jax.linalg.random_start import draw_start, require_key, start_columns
-from adapprox_jax.settings import ORTHOGONALIZATIONS, Orthogonalization
 
 
 def srsi(
@@ -65,7 +64,7 @@ def srsi(
     require_integer("power_iterations", power_iterations, 1)
     require_integer("oversampling", oversampling, 0)
     require_flag("rotate", rotate)
-    require_choice("orthogonalization", orthogonalization, ORTHOGONALIZATIONS)
+    require_choice("orthogonalization", orthogonalization, tuple(ORTHONORMALIZE))
     key = require_key(key)
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
@@ -120,6 +119,12 @@ def frobenius_norm(matrix: jax.Array) -> jax.Array:
 def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
     """Zeroes the columns from `active` (an integer, may be traced) on."""
     return jnp.where(jnp.arange(matrix.shape[1]) < active, matrix, 0)
+
+
+def fit_columns(array: jax.Array, width: int) -> jax.Array:
+    """Cuts the last axis to `width`, or adds zeros there."""
+    missing = max(width - array.shape[-1], 0)
+    return jnp.pad(array[..., :width], [(0, 0)] * (array.ndim - 1) + [(0, missing)])
 
 
 def principal_turn(gram: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 import optax
 
 from adapprox_jax.params.boxes import is_box, unbox
@@ -122,7 +123,7 @@ def resolve_selection(
         raise ValueError(f"orthogonalized is {given!r}; allowed: {allowed}.") from error
     numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
     for name, leaf, flag, of_leaf in zip(leaves.names, leaves.arrays, flags, numbers, strict=True):
-        if not isinstance(flag, bool):
+        if not isinstance(flag, bool | np.bool_):
             raise ValueError(f"orthogonalized has {flag!r} at {name}; allowed: {allowed}.")
         if flag and not matrix_view(leaf.shape, of_leaf).is_matrix:
             raise ValueError(

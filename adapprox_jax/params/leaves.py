@@ -15,7 +15,7 @@ from adapprox_jax.params.boxes import is_box, rebox, unbox
 class Leaves:
     """The leaves of a tree, in order. A leaf is an array, or a box around one."""
 
-    keys: list[Any]  # of each the path as JAX has it
+    keys: list[Any]  # paths as JAX has them
     boxed: list[Any]
     structure: Any
 
@@ -82,7 +82,7 @@ class Leaves:
         jax.tree.map(add, prefix, self.tree, is_leaf=is_leaf)
         return entries
 
-    def matching(self, tree: Any, what: str = "the gradients") -> "Leaves":
+    def matching(self, tree: Any, what: str = "the updates") -> "Leaves":
         """The leaves of a state's tree, which must have the structure of this tree.
 
         Args:

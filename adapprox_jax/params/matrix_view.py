@@ -164,8 +164,9 @@ def _default_axes(shape: tuple[int, ...]) -> list[int]:
 def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
     listed = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     for axis in listed:
-        if not isinstance(axis, int | np.integer):
-            raise ValueError(f"weight_dimension_numbers names axis {axis!r}; allowed: integers.")
+        if not isinstance(axis, int | np.integer) or isinstance(axis, bool):
+            kind = type(axis).__name__
+            raise ValueError(f"weight_dimension_numbers names an axis by a {kind}; allowed: int.")
         if not -len(shape) <= axis < len(shape):
             raise ValueError(
                 f"weight_dimension_numbers names axis {axis}; a leaf of shape {shape} has"

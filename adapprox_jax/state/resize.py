@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.argument_checks import check_concrete, require, require_flag, require_integer
+from adapprox_jax.linalg.srsi import fit_columns
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.settings import require_max_rank, resolve_capacity
 from adapprox_jax.sharding.axes import on_host
@@ -18,7 +19,6 @@ from adapprox_jax.state.layout import (
     with_leaf_states,
 )
 from adapprox_jax.state.report import rank_report
-from adapprox_jax.step.rank_choice import fit_columns
 
 
 def resize(
@@ -112,7 +112,7 @@ def grow(
     more compilation.
 
     Args:
-      opt_state: As in `resize`.
+      opt_state: Any state that holds a `ScaleByAdapproxState` somewhere, with concrete arrays.
       params: The parameters that it was made for.
       sizes: Widths, rising. The state begins with buffers of the first.
       error_threshold: A leaf is full if its rank is its buffers' width and its error above this

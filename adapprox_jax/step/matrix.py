@@ -2,9 +2,10 @@
 
 The functions stand in the order of the work (`phases` calls them). Shapes: the target A is (m, n)
 with m at most n, q is (m, width) and u = A^T q is (n, width). The gradient may hold A's transpose:
-then q stands along its axis 1. Nothing branches or loops here, so that `jax.vmap` makes a stack of
-matrices of one. What takes a `Matrix` is a pass over it: the target is made anew in each, and a
-pass over a part of the rows of the gradient gives that part of the result, or a term of it.
+then q stands along its axis 1. Nothing loops here, and only `scale_of` branches, so that `jax.vmap`
+makes a stack of matrices of one. What takes a `Matrix` is a pass over it: the target is made anew
+in each, and a pass over a part of the rows of the gradient gives that part of the result, or a term
+of it.
 """
 
 import dataclasses
@@ -19,12 +20,12 @@ from adapprox_jax.linalg.products import contract, contract_in_parts, fused_oute
 from adapprox_jax.linalg.quantization import in_blocks
 from adapprox_jax.linalg.random_start import start_columns, warm_start
 from adapprox_jax.linalg.rounding import rounded
-from adapprox_jax.linalg.srsi import mask_columns, power_of_two_below
+from adapprox_jax.linalg.srsi import fit_columns, mask_columns, power_of_two_below
 from adapprox_jax.settings import Settings
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.approximation import Approximation
+from adapprox_jax.step.approximation import Approximation, average_of_moments
 from adapprox_jax.step.platform import Platform
-from adapprox_jax.step.rank_choice import choose_rank, fit_columns
+from adapprox_jax.step.rank_choice import choose_rank
 from adapprox_jax.step.scalars import StepScalars
 
 
@@ -141,7 +142,7 @@ def target_of(plan: Plan, matrix: Matrix) -> jax.Array:
 
 
 def product_of(plan: Plan, factors: Factors) -> jax.Array:
-    """Q u^T in the shape of the gradient."""
+    """The product q u^T in the shape of the gradient."""
     product = fused_outer if plan.platform.fuses_outer_products else outer
     return product(*factors, plan.axis)
 
@@ -159,7 +160,7 @@ def image_of(plan: Plan, matrix: Matrix, start: jax.Array) -> jax.Array:
 
 
 def project(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
-    """U = A^T q."""
+    """The other factor, u = A^T q."""
     return contract(target_of(plan, matrix), q, plan.axis)
 
 
@@ -256,8 +257,8 @@ def errors_of(terms: ErrorTerms) -> Errors:
 
     With D that distance in the Frobenius norm, D_t <= decay D_(t-1) + ||A - q u^T||: averaging
     shrinks an old distance, cutting off entries below zero does not grow it, and the factorization
-    adds its own: a bound, up to rounding. ||A - q u^T|| follows from xi and ||q u^T||, as the two are
-    orthogonal.
+    adds its own: a bound, up to rounding. ||A - q u^T|| follows from xi and ||q u^T||, since q u^T
+    and A - q u^T are orthogonal.
     """
     norm_squared = terms.residual + jnp.square(terms.norm)
     error = jnp.sqrt(terms.residual / jnp.where(norm_squared == 0, 1, norm_squared))
@@ -286,6 +287,18 @@ def new_state(
     return jax.tree.map(
         lambda x, old: jnp.where(errors.after_error, 0, x).astype(old.dtype), new, last
     )
+
+
+def step_dense(
+    scalars: StepScalars, grad: jax.Array, state: LeafState
+) -> tuple[jax.Array, LeafState]:
+    """One step for a leaf that keeps its second moment as it is."""
+    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    scalars = scalars.in_type(wide.dtype)
+    nu = average_of_moments(state.nu, wide, scalars.b2)
+    nu = jnp.where(jnp.isfinite(wide), within_range(nu, nu.dtype), nu)
+    scaled = divide_by_root(wide, jnp.sqrt(nu), scalars)
+    return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))
 
 
 def within_range(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:

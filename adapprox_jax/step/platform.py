@@ -10,10 +10,10 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Platform:
-    """How a kind of device likes its work. The figures behind each choice are in docs/design.md."""
+    """How a kind of device likes its work. docs/design.md has what was measured."""
 
     leaf_after_leaf: bool
-    """Each leaf waits for the one before it; else small work is done for all leaves together."""
+    """The whole step of a leaf is done before that of the next; else phases go over all leaves."""
     averages_at_any_scale: bool
     """Roots are averaged entry by entry at any scale, which takes one more division; else they are
     divided by a scale of the matrix, whose first choice takes a branch."""

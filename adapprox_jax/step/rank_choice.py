@@ -51,9 +51,3 @@ def choose_rank(
     for _ in range(capacity.bit_length()):
         table = table[table]
     return table[min(rule.first(capacity) + rule.rank_margin, capacity)]
-
-
-def fit_columns(array: jax.Array, width: int) -> jax.Array:
-    """Cuts the last axis to `width`, or adds zeros there."""
-    missing = max(width - array.shape[-1], 0)
-    return jnp.pad(array[..., :width], [(0, 0)] * (array.ndim - 1) + [(0, missing)])

@@ -22,8 +22,7 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.approximation import average_of_moments
-from adapprox_jax.step.matrix import Plan, divide_by_root, within_range
+from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
 from adapprox_jax.step.platform import ACCELERATOR, Platform, on_platform
 from adapprox_jax.step.scalars import StepScalars
@@ -129,7 +128,7 @@ def _together(
     results = dict(zip(factored, of_factored, strict=True))
     for i, (grad, state) in enumerate(zip(grads, states, strict=True)):
         if i not in results:
-            results[i] = _step_dense(scalars, grad, state)
+            results[i] = step_dense(scalars, grad, state)
     return [results[i] for i in range(len(grads))]
 
 
@@ -155,15 +154,3 @@ def _plan_of(
 
 def _flattened(array: jax.Array, depth: int, batch: int) -> jax.Array:
     return array.reshape(batch, *array.shape[depth:])
-
-
-def _step_dense(
-    scalars: StepScalars, grad: jax.Array, state: LeafState
-) -> tuple[jax.Array, LeafState]:
-    """One step for a leaf that keeps its second moment as it is."""
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
-    scalars = scalars.in_type(wide.dtype)
-    nu = average_of_moments(state.nu, wide, scalars.b2)
-    nu = jnp.where(jnp.isfinite(wide), within_range(nu, nu.dtype), nu)
-    scaled = divide_by_root(wide, jnp.sqrt(nu), scalars)
-    return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))

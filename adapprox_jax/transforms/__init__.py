@@ -1,1 +1,1 @@
-"""Optax transformations, one a file."""
+"""Optax transformations: from a tree of updates and a state to a tree and a state."""

@@ -108,7 +108,7 @@ def guided_ema(
         step = jnp.zeros([], jnp.int32) if bits or nesterov else ()
         if bits is None:
             return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype), step=step)
-        leaves = Leaves.of(params)
+        leaves = Leaves.of(params, "parameter")
         zeros = [_zero_codes(leaf, bits) for leaf in leaves.boxed]
         mu, scale = map(leaves.structure.unflatten, unzipped(zeros, 2))
         return GuidedEmaState(mu, scale, step)
@@ -118,7 +118,7 @@ def guided_ema(
     ) -> tuple[optax.Updates, GuidedEmaState]:
         del params
         check_state(state, GuidedEmaState, "guided_ema")
-        leaves = Leaves.of(updates)
+        leaves = Leaves.of(updates, "update")
         mu, scales = leaves.matching(state.mu), _scales_of(state, leaves)
         if (scales is not None) != (bits is not None) and leaves.boxed:
             kept = "no codes" if scales is None else "codes and scales"
@@ -126,7 +126,13 @@ def guided_ema(
                 f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made"
                 " with another mu_dtype?"
             )
-        step = optax.safe_increment(state.step) if bits or nesterov else ()
+        counts = bool(bits or nesterov)
+        if isinstance(state.step, tuple) == counts:
+            kept, other = ("no count", "without") if counts else ("a count", "with")
+            raise ValueError(
+                f"guided_ema got a state with {kept} of steps; was it made {other} nesterov?"
+            )
+        step = optax.safe_increment(state.step) if counts else ()
         of_leaves = zip(
             leaves.names, leaves.arrays, mu.arrays, _arrays(scales, leaves), strict=True
         )

@@ -99,7 +99,7 @@ def _divided_by(
         updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
-        leaves = Leaves.of(updates)
+        leaves = Leaves.of(updates, "update")
         numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
         arrays = leaves.arrays
         wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]

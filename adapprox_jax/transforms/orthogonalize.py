@@ -33,8 +33,8 @@ def orthogonalize(
     """Makes every matrix of the updates nearly orthogonal, with entries of size one on average.
 
     U S V^T becomes about U V^T sqrt(max(m, n)), whatever its scale, by Newton-Schulz iteration with
-    the coefficients of Muon. Matrices of one shape are worked on together, on CPUs one after the
-    other. Products are in full precision on CPUs and in bfloat16 on accelerators.
+    the coefficients of Muon. Matrices of one shape are worked on together, as many as fit a
+    number of entries. Products are in full precision on CPUs and in bfloat16 on accelerators.
 
     Args:
       steps: Of the iteration, at least 1.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import check_state
+from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.linalg.random_start import RandomStart, check_key, draw_start, require_key
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
@@ -22,7 +23,6 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
     Hyperparameters,
-    Orthogonalization,
     RankRule,
     Settings,
     Storage,
@@ -85,8 +85,7 @@ def scale_by_adapprox(
       error_threshold: The rank grows while the relative error is above it, at least 0. With
         `approximate="root"` this is the error of the root. Or a function from the step, from 1, to
         it, as `sampling_threshold` gives.
-      rank_interval: Steps between choices of the rank, at least 1. The error, too, is measured at
-        these steps alone; of a fixed rank on accelerators at every step.
+      rank_interval: Steps between choices of the rank, at least 1.
       rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
       rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0. What
         those leave out gathers there over the steps, so that a low rank can be seen to be too low.
@@ -129,8 +128,8 @@ def scale_by_adapprox(
         Storage(min_dim_size_to_factor, factor_dtype),
         approximate,
     )
-    numbers = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
-    return scale_with(settings, numbers, weight_dimension_numbers, key)
+    hyperparameters = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
+    return scale_with(settings, hyperparameters, weight_dimension_numbers, key)
 
 
 def scale_with(
@@ -156,7 +155,7 @@ def scale_with(
         del params
         check_state(state, ScaleByAdapproxState, "scale_by_adapprox")
         leaves = Leaves.of(updates, "gradient")
-        leaves.matching(state.nu)
+        leaves.matching(state.nu, "the gradients")
         numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
         grads, lasts = leaves.arrays, leaf_states(state)
         for name, grad, of_leaf, last in zip(leaves.names, grads, numbers, lasts, strict=True):

@@ -1,5 +1,7 @@
 """Decoupled weight decay, plain or cautious, and the learning rate: the end of an optimizer."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +12,11 @@ import optax
 from adapprox_jax.argument_checks import (
     at_step,
     check_state,
-    require,
     require_flag,
     require_or_schedule,
 )
-from adapprox_jax.params.leaves import leaf_name
+from adapprox_jax.params.boxes import is_box
+from adapprox_jax.params.leaves import Leaves, leaf_name
 
 
 class CautiousWeightDecayState(NamedTuple):
@@ -79,7 +81,7 @@ def add_cautious_weight_decay(
         return jax.tree.map(decayed, updates, params), state
 
     decay = optax.GradientTransformation(init, update)
-    return decay if mask is None else optax.masked(decay, mask)
+    return decay if mask is None else optax.masked(decay, _checked(mask))
 
 
 def decay_and_rate(
@@ -89,14 +91,43 @@ def decay_and_rate(
     cautious: bool,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The end of an optimizer: decoupled weight decay and the learning rate."""
-    if not callable(learning_rate):
-        allowed = "a number or a schedule, not NaN"
-        require("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
+    allowed = "a number or a schedule, not NaN"
+    require_or_schedule("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     _require_decay(weight_decay)
     _require_mask(mask)
     require_flag("cautious_weight_decay", cautious)
-    add = add_cautious_weight_decay if cautious else optax.add_decayed_weights
-    return add(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
+    rate = _checked_schedule("learning_rate", learning_rate)
+    if cautious:
+        decay = add_cautious_weight_decay(weight_decay, mask)
+    else:
+        checked = None if mask is None else _checked(mask)
+        decay = optax.add_decayed_weights(_checked_schedule("weight_decay", weight_decay), checked)
+    return decay, optax.scale_by_learning_rate(rate)
+
+
+def _checked_schedule(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
+    """A schedule that raises ValueError where it gives something else than a number."""
+    return partial(at_step, name, value) if callable(value) else value
+
+
+def _checked(mask: Any) -> Callable[[Any], Any]:
+    """A function from the parameters to a mask that fits them."""
+
+    def mask_of(params: Any) -> Any:
+        given = mask(params) if callable(mask) else mask
+        _require_mask(given)
+        try:
+            Leaves.of(params).spread(given, is_box)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"mask is {given!r}; allowed: {_ALLOWED_MASK}.") from error
+        return given
+
+    return mask_of
+
+
+_ALLOWED_MASK = (
+    "a tree of booleans that is a prefix of the parameters, or a function of the parameters to one"
+)
 
 
 def _require_mask(mask: Any) -> None:
@@ -105,11 +136,9 @@ def _require_mask(mask: Any) -> None:
         return
     for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        if not (isinstance(leaf, bool) or (is_array and leaf.dtype == bool)):
-            raise ValueError(
-                f"mask has {leaf!r} at {leaf_name(path)}; allowed: a tree of booleans that is a"
-                " prefix of the parameters, or a function of the parameters to one."
-            )
+        is_flag = is_array and leaf.dtype == bool and leaf.ndim == 0
+        if not (isinstance(leaf, bool) or is_flag) or isinstance(leaf, jax.core.Tracer):
+            raise ValueError(f"mask has {leaf!r} at {leaf_name(path)}; allowed: {_ALLOWED_MASK}.")
 
 
 def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:
