@@ -110,6 +110,11 @@ def at_step(name: str, value: Any, step: jax.Array) -> Any:
     return result
 
 
+def power(decay: Any, step: jax.Array) -> jax.Array:
+    """decay^step, not with an integer exponent, for each of which JAX would compile a program."""
+    return jnp.power(decay, jnp.asarray(step, float))
+
+
 def require_transformation(name: str, value: Any) -> None:
     """Raises ValueError unless `value` has Optax's `init` and `update`."""
     if not (hasattr(value, "init") and hasattr(value, "update")):

@@ -15,6 +15,7 @@ import optax
 
 from adapprox_jax.argument_checks import (
     at_step,
+    power,
     require,
     require_choice,
     require_flag,
@@ -185,7 +186,7 @@ class Hyperparameters:
             "b2": b2,
             "eps": self.eps,
             "eps_root": self.eps_root,
-            "correction": 1 - b2**step if self.bias_correction else 1.0,
+            "correction": 1 - power(b2, step) if self.bias_correction else 1.0,
             "error_threshold": at_step("error_threshold", self.error_threshold, step),
         }
 

@@ -1,13 +1,18 @@
 """Newton-Schulz iteration: matrices made nearly orthogonal by products alone."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+
+from adapprox_jax.linalg.rounding import wide_dtype
 
 # Of x -> a x + b x^3 + c x^5 on the singular values: steep at zero, and after five steps between
 # 0.7 and 1.2 (Jordan et al., 2024, "Muon").
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
+@partial(jax.jit, static_argnames=("steps", "product_dtype"))
 def newton_schulz(
     matrices: jax.Array,
     steps: int = 5,
@@ -31,10 +36,10 @@ def newton_schulz(
     a, b, c = COEFFICIENTS
     precision = jax.lax.Precision.HIGHEST if product_dtype is None else None
     dtype = product_dtype or matrices.dtype
-    wide_dtype = jnp.promote_types(matrices.dtype, jnp.float32)
+    sum_dtype = wide_dtype(matrices.dtype)
 
     def product(x: jax.Array, y: jax.Array, of: str) -> jax.Array:
-        wide = jnp.einsum(of, x, y, precision=precision, preferred_element_type=wide_dtype)
+        wide = jnp.einsum(of, x, y, precision=precision, preferred_element_type=sum_dtype)
         return wide.astype(dtype)
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
@@ -42,7 +47,7 @@ def newton_schulz(
         polynomial = (b * gram + c * product(gram, gram, "bmk,bkl->bml")).astype(dtype)
         return (a * x + product(polynomial, x, "bmk,bkn->bmn")).astype(dtype)
 
-    unit = _of_norm_one(matrices.astype(wide_dtype)).astype(dtype)
+    unit = _of_norm_one(matrices.astype(sum_dtype)).astype(dtype)
     return jax.lax.fori_loop(0, steps, step, unit)
 
 

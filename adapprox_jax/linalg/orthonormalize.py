@@ -86,7 +86,7 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
     widest = max(x.shape[-1] for x in grams)
     padded = [_padded(gram, widest) for gram in grams]
     stacked = padded[0] if len(padded) == 1 else jnp.concatenate(padded)
-    eye = np.eye(widest, dtype=stacked.dtype)
+    eye = np.eye(widest, dtype=stacked.dtype)[None]
     factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
     # Should rounding outweigh the shift: this round then does nothing.
     is_finite = jnp.isfinite(jnp.sum(factor, axis=(-2, -1), keepdims=True))
@@ -107,18 +107,18 @@ def _padded(gram: jax.Array, width: int) -> jax.Array:
     if not missing:
         return gram
     wide = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))
-    return wide + np.diag(np.arange(width) >= gram.shape[-1]).astype(gram.dtype)
+    return wide + np.diag(np.arange(width) >= gram.shape[-1]).astype(gram.dtype)[None]
 
 
 def _is_near_identity(gram: jax.Array) -> jax.Array:
     width = gram.shape[-1]
-    difference = jnp.abs(gram - np.eye(width, dtype=gram.dtype))
+    difference = jnp.abs(gram - np.eye(width, dtype=gram.dtype)[None])
     return jnp.all(difference < 0.5 / width, axis=(-2, -1), keepdims=True)
 
 
 def _shift(gram: jax.Array) -> np.ndarray:
     epsilon = float(np.finfo(gram.dtype).eps)
-    return 4 * gram.shape[-1] * epsilon * np.eye(gram.shape[-1], dtype=gram.dtype)
+    return 4 * gram.shape[-1] * epsilon * np.eye(gram.shape[-1], dtype=gram.dtype)[None]
 
 
 def _gram(basis: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def _nonzero(x: jax.Array) -> jax.Array:
 
 
 def _trace_of_noise(matrix: jax.Array) -> jax.Array:
-    """A fixed matrix of full rank with entries that look random, like one of `matrix`.
+    """A fixed matrix (1, m, width) of full rank with entries that look random.
 
     So small that it is lost in the rounding of columns of norm 1, and only fills empty ones: with
     more, trajectories of the two orthogonalizations part ten times as fast.
@@ -142,7 +142,7 @@ def _trace_of_noise(matrix: jax.Array) -> jax.Array:
     rows, width = matrix.shape[-2:]
     index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)
     wrapped = (index * index * jnp.uint32(0x9E3779B1)).astype(jnp.int32)
-    noise = (wrapped.astype(matrix.dtype) / 2.0**31).reshape(rows, width)
+    noise = (wrapped.astype(matrix.dtype) / 2.0**31).reshape(1, rows, width)
     return float(np.finfo(matrix.dtype).eps) / 16 / rows**0.5 * noise
 
 

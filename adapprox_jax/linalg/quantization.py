@@ -77,7 +77,7 @@ def quantize(
     else:
         below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
         low, high = _units(below, largest), _units(below + 1, largest)
-        codes = below + (in_blocks(noise) < (unit - low) / (high - low))
+        codes = jnp.where(in_blocks(noise) < (unit - low) / (high - low), below + 1, below)
     codes = codes.astype(jnp.int8)
     if bits == 5:
         return _packed_in_5_bits(codes), scales
@@ -173,15 +173,21 @@ def _packed_in_5_bits(codes: jax.Array) -> jax.Array:
     bits, and 4 with the signs.
     """
     signs = (codes < 0).astype(jnp.uint8).reshape(*codes.shape[:-1], 4, 8)
-    signs = jnp.sum(signs << np.arange(8, dtype=np.uint8), axis=-1, dtype=jnp.uint8)
+    signs = jnp.sum(signs << _places(signs.ndim), axis=-1, dtype=jnp.uint8)
     parts = _packed(codes), signs
     return jnp.concatenate(parts, axis=-1).reshape(*codes.shape[:-2], 20 * codes.shape[-2])
+
+
+def _places(ndim: int) -> np.ndarray:
+    """The places of the bits of a byte, along the last of some axes."""
+    return np.arange(8, dtype=np.uint8).reshape((1,) * (ndim - 1) + (8,))
 
 
 def _unpacked_from_5_bits(packed: jax.Array) -> jax.Array:
     """The int8 codes (..., 32 blocks) in bytes (..., 20 blocks)."""
     blocks = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 20, 20)
     lower = _unpacked(blocks[..., :16]) & 0xF
-    signs = (blocks[..., 16:, None] >> np.arange(8, dtype=np.uint8)) & 1
+    signs = blocks[..., 16:, None]
+    signs = (signs >> _places(signs.ndim)) & 1
     negative = signs.astype(jnp.int8).reshape(lower.shape)
     return (lower - 16 * negative).reshape(*packed.shape[:-1], BLOCK * blocks.shape[-2])

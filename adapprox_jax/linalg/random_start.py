@@ -24,8 +24,7 @@ def check_key(key: Any) -> tuple[int | jax.Array, Any]:
     if is_typed and key.ndim == 0:
         return key, jax.random.key_impl(key)
     is_array = isinstance(key, jax.Array | np.ndarray)
-    shape_of_data = jax.eval_shape(jax.random.key_data, jax.eval_shape(jax.random.key, 0)).shape
-    if is_array and key.dtype == jnp.uint32 and key.shape == shape_of_data:
+    if is_array and key.dtype == jnp.uint32 and key.shape == (_words_of_default(),):
         return jnp.asarray(key), None
     allowed = "an integer seed or a JAX random key"
     if is_integer:
@@ -37,6 +36,25 @@ def require_key(key: Any) -> jax.Array:
     """The random key of a seed, or the key that is one."""
     seed_or_key, _ = check_key(key)
     return jax.random.key(seed_or_key) if isinstance(seed_or_key, int) else seed_or_key
+
+
+def _words_of_default() -> int:
+    """Numbers in the data of a key of the default generator, which may change at any time."""
+    default = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
+    known = {"threefry2x32": 2, "rbg": 4, "unsafe_rbg": 4}.get(default)
+    return known or jax.random.key_data(jax.random.key(0)).shape[-1]
+
+
+def wrapped_key(data: jax.Array, implementation: Any) -> jax.Array:
+    """The random key of data, also where another generator was the default when they were made.
+
+    Args:
+      data: uint32, from `jax.random.key_data`.
+      implementation: Of a typed key that was given; None for one that follows from the data.
+    """
+    if implementation is None and data.shape[-1] != _words_of_default():
+        implementation = {2: "threefry2x32", 4: "rbg"}.get(data.shape[-1])
+    return jax.random.wrap_key_data(data, impl=implementation)
 
 
 class RandomStart(NamedTuple):
@@ -84,7 +102,7 @@ def start_columns(
       n: Rows, at most as many as were drawn; None for all.
     """
     blocks = -(-width // _NORMALS)
-    columns = draws.signs[:blocks, None, :n] * draws.normals[:, :n]
+    columns = draws.signs[:blocks, None, :n] * draws.normals[None, :, :n]
     return columns.reshape(-1, columns.shape[-1])[:width].T.astype(dtype)
 
 

@@ -2,8 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 LARGEST_BFLOAT16 = 2.0**128 - 2.0**120
+
+
+def wide_dtype(*dtypes: jax.typing.DTypeLike) -> np.dtype:
+    """The widest of some floating-point types and float32, under any rule of promotion."""
+    return max(map(jnp.dtype, (jnp.float32, *dtypes)), key=lambda dtype: dtype.itemsize)
 
 
 def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from adapprox_jax.argument_checks import require_choice, require_flag, require_i
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, Orthogonalization
 from adapprox_jax.linalg.products import contract, matmul, outer
 from adapprox_jax.linalg.random_start import draw_start, require_key, start_columns
+from adapprox_jax.linalg.rounding import wide_dtype
 
 
 def srsi(
@@ -98,7 +99,7 @@ def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
       the ends of the number range, and the scalar it was divided by (1 for a zero matrix). A power
       of two: to undo it rounds nothing.
     """
-    matrix = matrix.astype(jnp.promote_types(matrix.dtype, jnp.float32))
+    matrix = matrix.astype(wide_dtype(matrix.dtype))
     scale = power_of_two_below(jnp.max(jnp.abs(matrix), initial=0))
     return matrix / scale, scale
 
@@ -140,7 +141,7 @@ def principal_turn(gram: jax.Array) -> jax.Array:
     # lose the directions below 3e-4 of the largest in float32. The shift hardly changes the turn,
     # but singular values by up to 1 %, so that energies are to be taken from the turned columns.
     width = gram.shape[-1]
-    eye = np.eye(width, dtype=gram.dtype)
+    eye = np.eye(width, dtype=gram.dtype).reshape((1,) * (gram.ndim - 2) + (width, width))
     shift = width * float(np.finfo(gram.dtype).eps)
     norms = jnp.sqrt(jnp.sum(jnp.where(eye == 1, gram, 0), axis=-1))
     inverse = 1 / jnp.where(norms == 0, 1, norms)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, matrix_view, view_shape
@@ -96,7 +97,7 @@ def _init_leaf(
     Factored where that is asked for and saves. No two are one array: states are donated.
     """
     leaf = unbox(param)
-    dtype = jnp.promote_types(jax.dtypes.canonicalize_dtype(leaf.dtype), jnp.float32)
+    dtype = wide_dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
     factor_dtype = storage.factor_dtype or dtype
     view = matrix_view(leaf.shape, numbers)
     batch, rows, columns = view_shape(leaf.shape, view)

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from adapprox_jax.argument_checks import check_concrete, require_transformation
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.sharding.axes import on_host
 from adapprox_jax.state.layout import ScaleByAdapproxState, leaf_states
@@ -110,7 +111,7 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
 
 def _matrix_norms(x: jax.Array) -> np.ndarray:
     """Frobenius norm of each matrix, float64: taken where the array is, which may be large."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(jnp.promote_types(x.dtype, jnp.float32))
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1)).astype(wide_dtype(x.dtype))
     scale = jnp.where(largest == 0, 1, largest)[..., None, None]
     norm = jnp.linalg.norm(x / scale, axis=(-2, -1))  # squares of numbers up to 1
     return on_host(norm).astype(np.float64) * on_host(largest).astype(np.float64)

@@ -19,7 +19,7 @@ from adapprox_jax.argument_checks import is_zero
 from adapprox_jax.linalg.products import contract, contract_in_parts, fused_outer, matmul, outer
 from adapprox_jax.linalg.quantization import in_blocks
 from adapprox_jax.linalg.random_start import start_columns, warm_start
-from adapprox_jax.linalg.rounding import rounded
+from adapprox_jax.linalg.rounding import rounded, wide_dtype
 from adapprox_jax.linalg.srsi import fit_columns, mask_columns, power_of_two_below
 from adapprox_jax.settings import Settings
 from adapprox_jax.state.layout import LeafState
@@ -293,7 +293,7 @@ def step_dense(
     scalars: StepScalars, grad: jax.Array, state: LeafState
 ) -> tuple[jax.Array, LeafState]:
     """One step for a leaf that keeps its second moment as it is."""
-    wide = grad.astype(jnp.promote_types(grad.dtype, jnp.float32))
+    wide = grad.astype(wide_dtype(grad.dtype))
     scalars = scalars.in_type(wide.dtype)
     nu = average_of_moments(state.nu, wide, scalars.b2)
     nu = jnp.where(jnp.isfinite(wide), within_range(nu, nu.dtype), nu)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.srsi import normalize, power_of_two_below, principal_turn
 from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
@@ -162,7 +163,7 @@ def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Choice]:
     """
     rotates = found.plans[0].settings.subspace.rotate
     no_turns = [
-        jnp.zeros_like(u[:, :1, :1]) + jnp.eye(u.shape[2], dtype=u.dtype) if rotates else None
+        jnp.zeros_like(u[:, :1, :1]) + jnp.eye(u.shape[2], dtype=u.dtype)[None] if rotates else None
         for _, u in found.factors
     ]
     last_ranks = [last.rank for last in found.lasts]
@@ -226,10 +227,7 @@ def _largest(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[ja
     def largest(groups: list[jax.Array]) -> list[jax.Array]:
         return [jnp.max(jnp.abs(x), axis=(1, 2)) for x in groups]
 
-    wide = [
-        x.astype(jnp.promote_types(grad.dtype, jnp.float32))
-        for x, grad in zip(arrays, grads, strict=True)
-    ]
+    wide = [x.astype(wide_dtype(grad.dtype)) for x, grad in zip(arrays, grads, strict=True)]
     return together(largest, wide, have_sides=True)
 
 

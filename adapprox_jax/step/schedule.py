@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.matrix_view import (
     MatrixView,
     from_matrices,
@@ -142,7 +143,7 @@ def _plan_of(
 ) -> Plan:
     batch, rows, columns = view_shape(grad.shape, view)
     return Plan(
-        scalars.in_type(jnp.promote_types(grad.dtype, jnp.float32)),
+        scalars.in_type(wide_dtype(grad.dtype)),
         settings,
         platform,
         axis=0 if rows <= columns else 1,

@@ -7,7 +7,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import check_state, is_zero, require, require_choice, require_flag
+from adapprox_jax.argument_checks import (
+    check_state,
+    is_zero,
+    power,
+    require,
+    require_choice,
+    require_flag,
+)
 from adapprox_jax.linalg.quantization import (
     BLOCK,
     bits_of,
@@ -15,7 +22,7 @@ from adapprox_jax.linalg.quantization import (
     quantize,
     quantized_like,
 )
-from adapprox_jax.linalg.rounding import uniform_noise
+from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.matrix_view import (
@@ -244,7 +251,7 @@ def _average_leaf(
     name: str, update: Any, mu: Any, scale: Any, step: Any, rule: _Rule
 ) -> tuple[Any, Any, Any]:
     """What is emitted of the new average of one leaf, float32 or wider, and what is stored."""
-    dtype = jnp.promote_types(update.dtype, jnp.float32)
+    dtype = wide_dtype(update.dtype)
 
     def averaged(update: jax.Array, last: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
         wide = update.astype(dtype)
@@ -291,8 +298,8 @@ def _look_ahead(
     average: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
 ) -> jax.Array:
     """What Nesterov's momentum emits instead of the average, corrected for its start in zero."""
-    power = b1**step
-    older, newer = b1 / (1 - b1 * power), (1 - b1) / (1 - power)
+    share = power(b1, step)
+    older, newer = b1 / (1 - b1 * share), (1 - b1) / (1 - share)
     return jnp.asarray(older * average + newer * update)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import require
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     WeightDimensionNumbers,
@@ -102,7 +103,7 @@ def _divided_by(
         leaves = Leaves.of(updates, "update")
         numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
         arrays = leaves.arrays
-        wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays]
+        wide = [x.astype(wide_dtype(x.dtype)) for x in arrays]
         axes = [matrix_axes(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
         mean_squares = _mean_squares(wide, axes)
         scaled = [

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 
 from adapprox_jax.argument_checks import check_state, require, require_precise
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
@@ -72,7 +73,7 @@ def scale_by_neuron_moment(
         rows = _inputs(leaf.shape, numbers)
         axes = [None if axis in rows else axis for axis in range(leaf.ndim)]
         shape = _shape_of_means(leaf.shape, rows)
-        dtype = jnp.promote_types(jax.dtypes.canonicalize_dtype(leaf.dtype), jnp.float32)
+        dtype = wide_dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
         return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
 
     def init(params: optax.Params) -> ScaleByNeuronMomentState:
@@ -105,7 +106,7 @@ def scale_by_neuron_moment(
         inputs = [_inputs(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
         nu = list(map(average, leaves.names, arrays, kept.arrays, inputs))
         scaled = [
-            (x / (jnp.sqrt(moment) + eps)).astype(x.dtype)
+            (x.astype(moment.dtype) / (jnp.sqrt(moment) + eps)).astype(x.dtype)
             for x, moment in zip(arrays, nu, strict=True)
         ]
         return leaves.filled(scaled), ScaleByNeuronMomentState(kept.filled(nu))

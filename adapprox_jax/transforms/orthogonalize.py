@@ -10,6 +10,7 @@ import optax
 
 from adapprox_jax.argument_checks import require_integer
 from adapprox_jax.linalg.newton_schulz import newton_schulz
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     MatrixView,
@@ -97,7 +98,7 @@ def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:
     rows, columns = matrices.shape[-2:]
     stack = matrices.reshape(math.prod(matrices.shape[:-2]), rows, columns)
     stack = stack if rows <= columns else jnp.swapaxes(stack, 1, 2)
-    return stack.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+    return stack.astype(wide_dtype(leaf.dtype))
 
 
 def _standing(stack: jax.Array, leaf: jax.Array, view: MatrixView) -> jax.Array:
@@ -148,6 +149,7 @@ def _batches(
     return batches
 
 
+@partial(jax.jit, static_argnums=(0, 1))
 def _in_turn(steps: int, platform: Platform, stack: jax.Array) -> jax.Array:
     """Newton-Schulz iteration of a stack; of a long one some matrices after the others."""
 

@@ -12,7 +12,14 @@ import optax
 
 from adapprox_jax.argument_checks import check_state
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
-from adapprox_jax.linalg.random_start import RandomStart, check_key, draw_start, require_key
+from adapprox_jax.linalg.random_start import (
+    RandomStart,
+    check_key,
+    draw_start,
+    require_key,
+    wrapped_key,
+)
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     WeightDimensionNumbers,
@@ -161,7 +168,7 @@ def scale_with(
         for name, grad, of_leaf, last in zip(leaves.names, grads, numbers, lasts, strict=True):
             check_leaf(name, grad, of_leaf, last)
         count = optax.safe_increment(state.count)
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key, impl=key_impl), count)
+        key = jax.random.fold_in(wrapped_key(state.key, key_impl), count)
         draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
         scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
         views = tuple(matrix_view(x.shape, n) for x, n in zip(grads, numbers, strict=True))
@@ -182,7 +189,7 @@ def _draw_for_all(
     factors = [(leaf.q, leaf.u) for leaf in leaves if leaf.is_factored]
     longest = max((u.shape[-2] for _, u in factors), default=1)
     widths = (subspace.width(q.shape[-1], q.shape[-2]) for q, _ in factors)
-    dtype = jnp.result_type(jnp.float32, *(grad.dtype for grad in grads))
+    dtype = wide_dtype(*(grad.dtype for grad in grads))
     start = draw_start(key, longest, max(widths, default=1), dtype)
     rounded = [q.shape[-1] for q, _ in factors if q.dtype == jnp.bfloat16]
     if not rounded:

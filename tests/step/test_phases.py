@@ -222,8 +222,7 @@ def test_adaptive_ranks_have_one_branch_on_accelerators():
     text = lowered("cuda", initial_rank=1, max_rank=24)
     of_more = lowered("cuda", leaves=5, initial_rank=1, max_rank=24)
     assert len(branches(text)) == len(branches(of_more)) == 1
-    # The rounds of Cholesky QR, whose number is known.
-    assert text.count("stablehlo.while") == of_more.count("stablehlo.while") == 1
+    assert "stablehlo.while" not in text + of_more
     assert len(calls(text)) == len(calls(of_more)) <= 10
 
 
