@@ -90,7 +90,8 @@ def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh, mu_dtype):
         assert numbers_moved(found) <= MOST * leaves
     # Eight leaves more.
     assert len(many) - len(few) <= 18
-    assert len(few) <= 24  # those of different groups of devices cannot be one
+    # Those of different groups of devices cannot be one: two for each of three rounds of Cholesky QR.
+    assert len(few) <= 26
 
 
 @pytest.mark.parametrize(
