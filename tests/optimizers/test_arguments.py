@@ -344,3 +344,67 @@ def test_host_functions_name_what_is_no_transformation_and_take_numpy_states():
     )
     restored = jax.tree.map(np.asarray, state)
     assert adapprox_jax.resize(restored, 4, truncate=True)[0].q["w"].shape == (256, 4)
+
+
+def test_a_state_made_with_or_without_nesterov_is_named():
+    plain, ahead = adapprox_jax.guided_ema(), adapprox_jax.guided_ema(nesterov=True)
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(ValueError, match="no count of steps; was it made without nesterov"):
+        ahead.update(params, plain.init(params))
+    with pytest.raises(ValueError, match="a count of steps; was it made with nesterov"):
+        plain.update(params, ahead.init(params))
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        adapprox_jax.guided_ema(),
+        adapprox_jax.clip_by_matrix_rms(0.5),
+        adapprox_jax.scale_to_matrix_rms(0.25),
+        adapprox_jax.orthogonalize(),
+        adapprox_jax.scale_by_neuron_moment(),
+        adapprox_jax.scale_by_adapprox(),
+    ],
+)
+def test_integer_updates_are_refused(tx):
+    state = tx.init({"w": jnp.ones((8, 8))})
+    with pytest.raises(TypeError, match=r"\['w'\]: the (update|gradient) has type int32; allowed"):
+        tx.update({"w": jnp.ones((8, 8), jnp.int32)}, state)
+
+
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize(
+    ("mask", "words"),
+    [
+        (lambda params: {"w": "no"}, "mask has 'no'"),
+        ({"w": np.array([True, False])}, "mask has array"),
+        ({"v": True}, "mask is {'v': True}; allowed: a tree of booleans that is a prefix"),
+        ({"w": True, "v": True}, "mask is .*; allowed: a tree of booleans that is a prefix"),
+    ],
+)
+def test_masks_that_do_not_fit_are_named(mask, words, cautious):
+    params = {"w": jnp.ones((8, 8))}
+
+    def step():
+        tx = adapprox_jax.adapprox(1e-3, mask=mask, cautious_weight_decay=cautious)
+        tx.update(params, tx.init(params), params)
+
+    with pytest.raises(ValueError, match=words):
+        step()
+
+
+def test_schedules_that_give_no_number_are_named():
+    params = {"w": jnp.ones((8, 8))}
+    for name in ("learning_rate", "weight_decay"):
+        tx = adapprox_jax.adapprox(**{"learning_rate": 1e-3, name: lambda step: jnp.arange(4.0)})
+        with pytest.raises(
+            ValueError, match=rf"{name} gave float32\[4\]; allowed: one real number"
+        ):
+            tx.update(params, tx.init(params), params)
+    with pytest.raises(ValueError, match=r"learning_rate is .*; allowed: a number or a schedule"):
+        adapprox_jax.adapprox(lambda step, other: 1e-3)
+
+
+def test_a_largest_rank_of_one_as_a_fraction_is_no_rank_of_one():
+    tx = adapprox_jax.scale_by_adapprox(initial_rank=1, max_rank=1.0)
+    assert int(tx.init(jnp.ones((64, 96))).rank) == 1

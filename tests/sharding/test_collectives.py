@@ -90,7 +90,7 @@ def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh, mu_dtype):
         assert numbers_moved(found) <= MOST * leaves
     # Eight leaves more.
     assert len(many) - len(few) <= 18
-    # Those of different groups of devices cannot be one: two for each of three rounds of Cholesky QR.
+    # Those of different groups of devices cannot be one: two for each round of Cholesky QR.
     assert len(few) <= 26
 
 
