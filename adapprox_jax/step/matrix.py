@@ -96,7 +96,6 @@ class Errors(NamedTuple):
 
     error: jax.Array  # xi
     drift: jax.Array
-    after_error: jax.Array  # False, but not before the error is known
 
 
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
@@ -266,7 +265,7 @@ def errors_of(terms: ErrorTerms) -> Errors:
     norm = within_range(terms.unit * terms.norm, terms.last_drift.dtype)
     left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
     drift = within_range(terms.last_drift * terms.decay + left_out, terms.last_drift.dtype)
-    return Errors(error, drift.astype(terms.last_drift.dtype), error < 0)
+    return Errors(error, drift.astype(terms.last_drift.dtype))
 
 
 def new_state(
@@ -277,16 +276,15 @@ def new_state(
     rank: jax.Array,
     errors: Errors,
 ) -> LeafState:
-    """The state that keeps new factors.
+    """The state that keeps new factors, or the last one where a number was out of range.
 
     It waits for the error: until the old factors have been read for the last time, the new ones
     cannot take their memory, and would have to be copied there.
     """
     u = within_range(factors.u * plan.approximation.of_scale(scale), last.u.dtype)
     new = LeafState(factors.q, u, rank, errors.error, errors.drift, ())
-    return jax.tree.map(
-        lambda x, old: jnp.where(errors.after_error, 0, x).astype(old.dtype), new, last
-    )
+    is_finite = jnp.isfinite(errors.error)
+    return jax.tree.map(lambda x, old: jnp.where(is_finite, x.astype(old.dtype), old), new, last)
 
 
 def step_dense(
