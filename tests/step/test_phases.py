@@ -61,15 +61,6 @@ def test_the_schedules_take_the_same_steps(settings, in_phases):
         np.testing.assert_allclose(state.error[name], expected_state.error[name], rtol=1e-3)
 
 
-def test_measured_at_every_step_drift_is_that_of_an_interval_of_one(in_phases):
-    grads = gradients(6, {"wide": (24, 40)})
-    settings = dict(max_rank=4, min_dim_size_to_factor=1)
-    _, expected = run(adapprox_jax.scale_by_adapprox(rank_interval=1, **settings), grads)
-    in_phases()
-    _, state = run(adapprox_jax.scale_by_adapprox(**settings), grads)
-    np.testing.assert_allclose(state.drift["wide"], expected.drift["wide"], rtol=1e-3)
-
-
 def test_ranks_stay_between_the_steps_that_choose_them(in_phases):
     in_phases()
     tx = adapprox_jax.scale_by_adapprox(
