@@ -1,0 +1,37 @@
+"""Which leaves of published models are hidden matrices."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import adapprox_jax
+
+
+def of(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "is_hidden"),
+    [
+        (("self_attention", "query", "kernel"), (4096, 32, 128), True),  # Llama 8B in MaxText
+        (("self_attention", "key", "kernel"), (4096, 32, 8, 128), True),  # layers along axis 1
+        (("self_attention", "out", "kernel"), (32, 128, 4096), True),
+        (("MultiHeadDotProductAttention_0", "value", "kernel"), (2048, 32, 64), True),
+        (("mlp", "wi", "kernel"), (8, 128), True),  # 16 : 1, and a side of 8
+        (("mlp", "wi", "kernel"), (8, 129), False),
+        (("mlp", "wi", "kernel"), (7, 100), False),
+        (("mixer", "A_log"), (32, 12), False),  # of state-space models, layers stacked
+        (("attention", "conv1d", "kernel"), (4, 12, 1, 128), False),
+        (("conv_1", "kernel"), (3, 3, 64, 128), True),
+        (("block", "depthwise_conv", "kernel"), (3, 3, 64, 64), False),
+        (("lm_head", "kernel"), (1024, 4096), False),
+    ],
+)
+def test_leaves_of_published_models(path, shape, is_hidden):
+    tree = of(*shape)
+    for name in reversed(path):
+        tree = {name: tree}
+    assert jax.tree.leaves(adapprox_jax.hidden_matrices(tree)) == [is_hidden]
+    [what] = adapprox_jax.muon_report(tree).values()
+    assert what.startswith("orthogonalized" if is_hidden else "adapprox: ")
