@@ -1,5 +1,6 @@
 """adapprox_muon: orthogonal directions with a second moment for hidden matrices."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -149,15 +150,10 @@ def adapprox_muon(
     scaled = scale_with(settings, hyperparameters, numbers, key)
 
     of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
-    to_size = [optax.scale(RMS)]
-    if second_moment:
-        by_neurons = second_moment == "neurons"
-        divided = scale_by_neuron_moment(b2, eps, numbers) if by_neurons else scaled
-        to_size = [divided, scale_to_matrix_rms(RMS, numbers)]
     hidden = optax.chain(
         average_unless_zero(b1, rounding="nearest", nesterov=nesterov, **of_average),
         orthogonalize(newton_schulz_steps, numbers),
-        *to_size,
+        *_divide_and_scale(second_moment, b2, eps, scaled, numbers),
     )
     others = optax.chain(
         scaled,
@@ -165,15 +161,34 @@ def adapprox_muon(
         average_unless_zero(adapprox_b1, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )
+    return optax.chain(
+        optax.partition({HIDDEN: hidden, OTHERS: others}, _labels(orthogonalized, numbers)),
+        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
+    )
+
+
+def _divide_and_scale(
+    second_moment: bool | Literal["neurons"],
+    b2: Any,
+    eps: jax.typing.ArrayLike,
+    scaled: optax.GradientTransformation,
+    numbers: WeightDimensionNumbers,
+) -> list[optax.GradientTransformation]:
+    """What gives directions their size: a second moment and a scale, or a scale alone."""
+    if not second_moment:
+        return [optax.scale(RMS)]
+    divided = scale_by_neuron_moment(b2, eps, numbers) if second_moment == "neurons" else scaled
+    return [divided, scale_to_matrix_rms(RMS, numbers)]
+
+
+def _labels(orthogonalized: Selection, numbers: WeightDimensionNumbers) -> Callable[[Any], Any]:
+    """From parameters or updates to a tree of the part that each leaf belongs to."""
 
     def labels(tree: Any) -> Any:
         chosen = resolve_selection(orthogonalized, tree, numbers)
         return jax.tree.map(lambda is_hidden: HIDDEN if is_hidden else OTHERS, chosen)
 
-    return optax.chain(
-        optax.partition({HIDDEN: hidden, OTHERS: others}, labels),
-        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
-    )
+    return labels
 
 
 def _check(

@@ -127,18 +127,9 @@ def guided_ema(
         check_state(state, GuidedEmaState, "guided_ema")
         leaves = Leaves.of(updates, "update")
         mu, scales = leaves.matching(state.mu), _scales_of(state, leaves)
-        if (scales is not None) != (bits is not None) and leaves.boxed:
-            kept = "no codes" if scales is None else "codes and scales"
-            raise ValueError(
-                f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made"
-                " with another mu_dtype?"
-            )
         counts = bool(bits or nesterov)
-        if isinstance(state.step, tuple) == counts:
-            kept, other = ("no count", "without") if counts else ("a count", "with")
-            raise ValueError(
-                f"guided_ema got a state with {kept} of steps; was it made {other} nesterov?"
-            )
+        if leaves.boxed:
+            _check_fields(scales is not None, not isinstance(state.step, tuple), bits, counts)
         step = optax.safe_increment(state.step) if counts else ()
         of_leaves = zip(
             leaves.names, leaves.arrays, mu.arrays, _arrays(scales, leaves), strict=True
@@ -156,6 +147,22 @@ def guided_ema(
         return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step)
 
     return optax.GradientTransformation(init, update)
+
+
+def _check_fields(has_scales: bool, has_count: bool, bits: int | None, counts: bool) -> None:
+    """Raises ValueError where a state has other fields than these settings need."""
+    if has_scales != (bits is not None):
+        kept = "codes and scales" if has_scales else "no codes"
+        mu_dtype = "no type of codes" if bits is None else f"int{bits}"
+        raise ValueError(
+            f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made with"
+            " another mu_dtype?"
+        )
+    if has_count != counts:
+        kept, other = ("a count", "with") if has_count else ("no count", "without")
+        raise ValueError(
+            f"guided_ema got a state with {kept} of steps; was it made {other} nesterov?"
+        )
 
 
 def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
