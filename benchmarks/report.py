@@ -128,7 +128,7 @@ def blocks() -> dict[str, str]:
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
         "fine-tuning": _fine_tuning(),
     }
-    for name in ("117M", "117M_48_cycles", "117M_345M", "muon_117M"):
+    for name in ("117M", "muon_117M"):
         record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
         found[f"speed {name}"] = update_speed.table(record)
     for name in ("8B_h100", "70B_cpu"):
