@@ -11,7 +11,9 @@ from adapprox_jax.linalg.products import contract, matmul
 
 Orthogonalization: TypeAlias = Literal["qr", "cholesky"]
 ROUNDS = 8  # of Cholesky QR: enough for columns that are dependent up to rounding
-WARM_ROUNDS = 3  # enough where they are nearly those of the step before, or random
+_Round: TypeAlias = tuple[list[jax.Array], list[jax.Array]]  # bases, squared norms of columns
+_SHORT = 0.5  # squared norm of a column that is not yet a direction
+WARM_ROUNDS = 2  # enough where they are nearly those of the step before
 
 
 def orthonormalize_qr(
@@ -37,7 +39,8 @@ def orthonormalize_cholesky(
     ill-conditioned matrices"). A shifted round stretches what is independent of the columns before
     by up to 1 / sqrt(shift), and a trace of fixed noise stands in for what is not, so that
     dependent and zero columns, too, become unit vectors: there is no breakdown to fall back from.
-    With fewer rounds than that takes, such columns come out shorter, never longer.
+    With fewer rounds than that takes, such columns come out shorter, never longer, and perhaps not
+    orthogonal: those are zero.
 
     All widths take part in one Cholesky factorization and one triangular solve a round: on
     accelerators each costs the same for one matrix as for a hundred.
@@ -53,7 +56,8 @@ def orthonormalize_cholesky(
     """
     noises = [_trace_of_noise(x) for x in matrices]
 
-    def one_round(_: Any, bases: list[jax.Array]) -> list[jax.Array]:
+    def one_round(_: Any, carry: _Round) -> _Round:
+        bases, _ = carry
         grams = [_gram(basis) for basis in bases]
         near = [_is_near_identity(gram) for gram in grams]
         inverses = _inverse_factors(
@@ -64,13 +68,21 @@ def orthonormalize_cholesky(
                 for gram, is_near in zip(grams, near, strict=True)
             ]
         )
-        return [
+        new = [
             _product(basis, jnp.swapaxes(inverse, -2, -1)) + jnp.where(is_near, 0, noise)
             for basis, inverse, is_near, noise in zip(bases, inverses, near, noises, strict=True)
         ]
+        # The squared norms of the new columns, without another sum over rows.
+        energies = [
+            jnp.sum(_product(inverse, gram) * inverse, axis=-1)[:, None, :]
+            for inverse, gram in zip(inverses, grams, strict=True)
+        ]
+        return new, energies
 
     bases = [unit_columns(x) for x in matrices]
-    return jax.lax.fori_loop(0, rounds, one_round, bases, unroll=unroll)
+    start = bases, [jnp.zeros_like(basis[:, :1]) for basis in bases]
+    bases, energies = jax.lax.fori_loop(0, rounds, one_round, start, unroll=unroll)
+    return [jnp.where(e > _SHORT, basis, 0) for basis, e in zip(bases, energies, strict=True)]
 
 
 def unit_columns(matrix: jax.Array) -> jax.Array:
