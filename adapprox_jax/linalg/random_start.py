@@ -107,7 +107,10 @@ def start_columns(
 
 
 def warm_start(
-    start: jax.Array, previous_u: jax.Array, inverse_scale: jax.typing.ArrayLike
+    start: jax.Array,
+    previous_u: jax.Array,
+    sizes: jax.Array,
+    inverse_scale: jax.typing.ArrayLike,
 ) -> jax.Array:
     """A start (n, width) with the columns of `previous_u` over its first.
 
@@ -117,11 +120,12 @@ def warm_start(
     Args:
       start: (n, width).
       previous_u: (n, capacity).
+      sizes: The largest magnitude in each of its columns, (capacity,).
       inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
     """
     covered = min(start.shape[1], previous_u.shape[1])
     unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
     least = _ROUNDING * float(np.finfo(start.dtype).eps)
-    stands = jnp.max(jnp.abs(unit_u), axis=0, keepdims=True) > least
+    stands = (sizes[:covered] * inverse_scale > least)[None]
     first = jnp.where(stands, unit_u, start[:, :covered])
     return jnp.concatenate([first, start[:, covered:]], axis=1)

@@ -121,11 +121,14 @@ def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
     return jnp.where(largest > 0, jnp.clip(scale, 2.0**-40, 2.0**60), 1)
 
 
-def start_of(plan: Plan, u: jax.Array, largest_u: jax.Array) -> jax.Array:
-    """The start of the subspace iteration, (n, width): the last u, and random columns."""
-    start = start_columns(plan.scalars.draws, plan.width, largest_u.dtype, u.shape[0])
+def start_of(plan: Plan, u: jax.Array, sizes: jax.Array) -> jax.Array:
+    """The start of the subspace iteration, (n, width): the last u, and random columns.
+
+    Sizes are the largest magnitudes in the columns of u.
+    """
+    start = start_columns(plan.scalars.draws, plan.width, sizes.dtype, u.shape[0])
     if plan.settings.subspace.warm_start:
-        start = warm_start(start, u, 1 / power_of_two_below(largest_u))
+        start = warm_start(start, u, sizes, 1 / power_of_two_below(jnp.max(sizes)))
     return start
 
 

@@ -101,15 +101,15 @@ def step_stacks(
         units = [power_of_two_below(jnp.max(jnp.abs(x), axis=(1, 2))) for x in added]
         return list(zip(bases, units, strict=True))
 
-    largest = _largest([last.u for last in lasts], grads)
-    scales = each(scale_of, plans, grads, largest)
+    sizes = _sizes([last.u for last in lasts], grads)
+    scales = each(scale_of, plans, grads, [jnp.max(x, axis=1) for x in sizes])
     stacks = [
         Matrix(grad, last.q, last.u, scale)
         for grad, last, scale in zip(grads, lasts, scales, strict=True)
     ]
     if platform.keeps_targets:
         stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
-    starts = each(start_of, plans, [last.u for last in lasts], largest)
+    starts = each(start_of, plans, [last.u for last in lasts], sizes)
     images: Sequence[jax.Array]
     bases: Sequence[jax.Array]
     quotients: Sequence[jax.Array] = ()
@@ -221,14 +221,14 @@ def _errors(groups: list[ErrorTerms]) -> list[Errors]:
     return [errors_of(group) for group in groups]
 
 
-def _largest(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
-    """The largest magnitude in each array of stacks, in the type that its gradient is worked in."""
+def _sizes(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
+    """The largest magnitude in each column, in the type that its gradient is worked in."""
 
-    def largest(groups: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.max(jnp.abs(x), axis=(1, 2)) for x in groups]
+    def sizes(groups: list[jax.Array]) -> list[jax.Array]:
+        return [jnp.max(jnp.abs(x), axis=1) for x in groups]
 
     wide = [x.astype(wide_dtype(grad.dtype)) for x, grad in zip(arrays, grads, strict=True)]
-    return together(largest, wide, have_sides=True)
+    return together(sizes, wide, have_sides=True)
 
 
 def _with_target(plan: Plan, stack: Matrix) -> Matrix:
