@@ -30,7 +30,7 @@ _OUTER = re.compile(
     r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|logits|classifier|readout"
 )
 _NORMS = re.compile(r"(^|_)(ln|\w*norm)(_[a-z0-9])?$")
-_CHANNELS = re.compile(r"(^|_)(a_log|dt_bias|conv1d|depthwise)($|_)")  # of state-space models
+_CHANNELS = re.compile(r"(^|_)(a_log|dt_bias|depthwise)($|_)")  # of state-space models
 _VECTORS = re.compile(r"^(b|bias|biases|scale|gamma|beta|offset)$")  # of parameters
 _MOST_ELONGATED = 16  # rows to columns: MLPs have 4, fused heads 3, vocabularies 30 and more
 _SHORTEST_SIDE = 8  # fewer are stacks of vectors
@@ -41,8 +41,8 @@ def hidden_matrices(
 ) -> Any:
     """Which leaves are matrices between hidden layers: neither embeddings, heads nor vectors.
 
-    As Muon's users choose: by name ("embed", "wte", "lm_head", "bias", "scale", "A_log", "conv1d"
-    and their like, anywhere in the path) and by shape (a side of fewer than 8, or in a leaf of one
+    As Muon's users choose: by name ("embed", "wte", "lm_head", "bias", "scale", "A_log" and
+    their like, anywhere in the path) and by shape (a side of fewer than 8, or in a leaf of one
     matrix a side of more than 16 times the other, is no hidden matrix). Stacked layers (L, m, n)
     and attention kernels (model, heads, size) count as matrices.
 
@@ -149,7 +149,8 @@ def _reason(path: Any, leaf: Any, numbers: Any) -> str:
             return f"'{name}' names an embedding or a head"
         if _NORMS.search(name):
             return f"'{name}' names vectors"
-        if _CHANNELS.search(name):
+        is_depthwise = "conv" in name and len(leaf.shape) > 2 and leaf.shape[-2] == 1
+        if is_depthwise or _CHANNELS.search(name):
             return f"'{name}' names what works on each channel by itself"
     if names and _VECTORS.search(names[-1]):
         return f"'{names[-1]}' names vectors"

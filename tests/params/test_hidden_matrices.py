@@ -23,6 +23,7 @@ def of(*shape):
         (("mlp", "wi", "kernel"), (7, 100), False),
         (("mixer", "A_log"), (32, 12), False),  # of state-space models, layers stacked
         (("attention", "conv1d", "kernel"), (4, 12, 1, 128), False),
+        (("conv1d", "kernel"), (5, 64, 128), True),  # over all channels
         (("conv_1", "kernel"), (3, 3, 64, 128), True),
         (("block", "depthwise_conv", "kernel"), (3, 3, 64, 64), False),
         (("lm_head", "kernel"), (1024, 4096), False),
