@@ -35,7 +35,12 @@ def gradients(kind, shape):
     return [few_rows(rng, shape, 2) for _ in range(4)]
 
 
-FAST = {("CPU", "default"), ("CPU", "adaptive"), ("accelerator", "default")}
+FAST = {
+    ("CPU", "default"),
+    ("CPU", "Householder"),
+    ("CPU", "adaptive"),
+    ("accelerator", "default"),
+}
 CASES = [
     pytest.param(way, name, shape, marks=() if fast else pytest.mark.slow)
     for way in ("CPU", "accelerator")
