@@ -7,7 +7,7 @@ import optax
 
 from adapprox_jax.argument_checks import require
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
-from adapprox_jax.params.matrix_view import WeightDimensionNumbers
+from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
 from adapprox_jax.settings import (
     Hyperparameters,

@@ -9,7 +9,7 @@ import optax
 from adapprox_jax.argument_checks import require, require_choice, require_integer
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
-from adapprox_jax.params.matrix_view import WeightDimensionNumbers
+from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
     Hyperparameters,

@@ -1,22 +1,19 @@
 """Selects a model's hidden matrices, by name and by shape."""
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 import optax
 
+from adapprox_jax.params.attention import is_attention_kernel
 from adapprox_jax.params.boxes import is_box, unbox
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    matrix_view,
-    view_shape,
-)
+from adapprox_jax.params.matrix_view import MatrixView, view_shape
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 
 # What `adapprox_muon` does with a leaf; the names of the two parts of its state.
 HIDDEN, OTHERS = "orthogonalized", "adapprox"
@@ -42,9 +39,10 @@ def hidden_matrices(
     """Which leaves are matrices between hidden layers: neither embeddings, heads nor vectors.
 
     As Muon's users choose: by name ("embed", "wte", "lm_head", "bias", "scale", "A_log" and
-    their like, anywhere in the path) and by shape (a side of fewer than 8, or in a leaf of one
-    matrix a side of more than 16 times the other, is no hidden matrix). Stacked layers (L, m, n)
-    and attention kernels (model, heads, size) count as matrices.
+    their like, anywhere in the path) and by shape. A side of fewer than 8 is no side of a hidden
+    matrix, nor is one of more than 16 times the other, but in stacks and in attention kernels.
+    Stacked layers (L, m, n) count as matrices. An attention kernel (model, heads, size) counts as
+    one, if its name is known: "query", "q_proj", "wq_b", "kv_einsum", "out" and their like.
 
     Args:
       params: Parameters of any model, or anything with their shapes, boxed or not.
@@ -60,7 +58,8 @@ def hidden_matrices(
       {'embedding': False, 'mlp': {'kernel': True}}
     """
     leaves = Leaves.of(params, "parameter")
-    reasons = _reasons(leaves, weight_dimension_numbers)
+    check_dimension_numbers(weight_dimension_numbers)
+    reasons = _reasons(leaves, views_of(weight_dimension_numbers, leaves))
     return leaves.structure.unflatten([reason == "" for reason in reasons])
 
 
@@ -77,8 +76,8 @@ def muon_report(
       weight_dimension_numbers: Likewise.
 
     Returns:
-      A dict from the path of a leaf to "orthogonalized" or "adapprox", with the reason for the
-      latter where the default decides.
+      A dict from the path of a leaf to "orthogonalized", with the matrices that it is seen as, or
+      to "adapprox", with the reason where the default decides.
 
     Raises:
       ValueError: `orthogonalized` does not fit the parameters.
@@ -89,15 +88,20 @@ def muon_report(
       >>> for path, what in adapprox_jax.muon_report(params).items():
       ...     print(path, what)
       ['head'] adapprox: 'head' names an embedding or a head
-      ['mlp'] orthogonalized
+      ['mlp'] orthogonalized: 64 x 256
     """
     chosen = jax.tree.leaves(resolve_selection(orthogonalized, params, weight_dimension_numbers))
     leaves = Leaves.of(params, "parameter")
-    reasons = _reasons(leaves, weight_dimension_numbers)
+    views = views_of(weight_dimension_numbers, leaves)
+    reasons = _reasons(leaves, views)
     report = {}
-    for path, is_chosen, reason in zip(leaves.paths, chosen, reasons, strict=True):
-        why = f"{OTHERS}: {reason}" if orthogonalized is None else OTHERS
-        report[path] = HIDDEN if is_chosen else why
+    for path, leaf, view, is_chosen, reason in zip(
+        leaves.paths, leaves.arrays, views, chosen, reasons, strict=True
+    ):
+        if is_chosen:
+            report[path] = f"{HIDDEN}: {_matrices(leaf.shape, view)}"
+        else:
+            report[path] = f"{OTHERS}: {reason}" if orthogonalized is None else OTHERS
     return report
 
 
@@ -123,11 +127,11 @@ def resolve_selection(
         flags = [unbox(flag) for flag in leaves.spread(given, is_box)]
     except (ValueError, TypeError) as error:
         raise ValueError(f"orthogonalized is {given!r}; allowed: {allowed}.") from error
-    numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
-    for name, leaf, flag, of_leaf in zip(leaves.names, leaves.arrays, flags, numbers, strict=True):
+    views = views_of(weight_dimension_numbers, leaves)
+    for name, leaf, flag, view in zip(leaves.names, leaves.arrays, flags, views, strict=True):
         if not isinstance(flag, bool | np.bool_):
             raise ValueError(f"orthogonalized has {flag!r} at {name}; allowed: {allowed}.")
-        if flag and not matrix_view(leaf.shape, of_leaf).is_matrix:
+        if flag and not view.is_matrix:
             raise ValueError(
                 f"orthogonalized names {name} of shape {leaf.shape}; allowed: leaves with rows and"
                 " columns."
@@ -135,44 +139,36 @@ def resolve_selection(
     return leaves.structure.unflatten(flags)
 
 
-def _reasons(leaves: Leaves, weight_dimension_numbers: WeightDimensionNumbers) -> list[str]:
+def _matrices(shape: tuple[int, ...], view: MatrixView) -> str:
+    """What a leaf is seen as: '32 of 4096 x 1024' is a stack."""
+    batch, rows, columns = view_shape(shape, view)
+    stacked = f"{math.prod(batch)} of " if batch else ""
+    return f"{stacked}{rows} x {columns}"
+
+
+def _reasons(leaves: Leaves, views: Sequence[MatrixView]) -> list[str]:
     """Why each leaf is no hidden matrix; an empty string where it is one."""
-    check_dimension_numbers(weight_dimension_numbers)
-    numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
-    return list(map(_reason, leaves.keys, leaves.arrays, numbers))
+    return list(map(_reason, leaves.words, leaves.arrays, views))
 
 
-def _reason(path: Any, leaf: Any, numbers: Any) -> str:
-    names = [name for key in path for name in _names(key)]
-    for name in names:
-        if _OUTER.search(name):
-            return f"'{name}' names an embedding or a head"
-        if _NORMS.search(name):
-            return f"'{name}' names vectors"
-        is_depthwise = "conv" in name and len(leaf.shape) > 2 and leaf.shape[-2] == 1
-        if is_depthwise or _CHANNELS.search(name):
-            return f"'{name}' names what works on each channel by itself"
-    if names and _VECTORS.search(names[-1]):
-        return f"'{names[-1]}' names vectors"
-    view = matrix_view(leaf.shape, numbers)
+def _reason(words: Sequence[str], leaf: Any, view: MatrixView) -> str:
+    for word in words:
+        if _OUTER.search(word):
+            return f"'{word}' names an embedding or a head"
+        if _NORMS.search(word):
+            return f"'{word}' names vectors"
+        is_depthwise = "conv" in word and len(leaf.shape) > 2 and leaf.shape[-2] == 1
+        if is_depthwise or _CHANNELS.search(word):
+            return f"'{word}' names what works on each channel by itself"
+    if words and _VECTORS.search(words[-1]):
+        return f"'{words[-1]}' names vectors"
     if not view.is_matrix:
         return "no matrix"
     batch, rows, columns = view_shape(leaf.shape, view)
     short, long = sorted((rows, columns))
     if short < _SHORTEST_SIDE:
         return f"a side of {short}"
-    # The heads of attention and layers in stacks may be long: model size to head size.
-    if long > _MOST_ELONGATED * short and not batch:
+    # What is stacked, and what has another sign, may be long.
+    if long > _MOST_ELONGATED * short and not batch and not is_attention_kernel(words):
         return f"{rows} x {columns}, as long as an embedding or a head"
     return ""
-
-
-def _names(key: Any) -> list[str]:
-    """The names in one key of a path, in snake case: 'mlp/~/LayerNorm_0' has two."""
-    text = getattr(key, "key", getattr(key, "name", ""))
-    parts = re.split(r"[/.~]+", text) if isinstance(text, str) else []
-    return [
-        re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", part).lower()
-        for part in parts
-        if part
-    ]

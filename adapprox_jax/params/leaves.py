@@ -1,6 +1,7 @@
 """The leaves of a tree of parameters: one walk over trees and boxes, for all transformations."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,6 +48,11 @@ class Leaves:
     def names(self) -> list[str]:
         """Paths for messages."""
         return [leaf_name(path) for path in self.keys]
+
+    @property
+    def words(self) -> list[list[str]]:
+        """The names in each path, in snake case: 'mlp/~/LayerNorm_0' has two."""
+        return [[word for key in path for word in _words(key)] for path in self.keys]
 
     @property
     def tree(self) -> Any:
@@ -138,3 +144,13 @@ def _check_type(name: str, array: Any, what: str) -> None:
             f"{name}: the {what} has type {dtype}; allowed: real floating-point types of 16 bits or"
             " more. Leave other leaves out with optax.masked or optax.partition."
         )
+
+
+def _words(key: Any) -> list[str]:
+    text = getattr(key, "key", getattr(key, "name", ""))
+    parts = re.split(r"[/.~]+", text) if isinstance(text, str) else []
+    return [
+        re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", part).lower()
+        for part in parts
+        if part
+    ]

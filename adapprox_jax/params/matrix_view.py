@@ -1,15 +1,11 @@
 """An n-d leaf as a batch of matrices, and back."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
-
-from adapprox_jax.argument_checks import require_function
-from adapprox_jax.params.boxes import content, is_flax_node
-from adapprox_jax.params.leaves import Leaves
 
 
 class MatrixDimensionNumbers(NamedTuple):
@@ -24,22 +20,30 @@ class MatrixDimensionNumbers(NamedTuple):
     columns: int | Sequence[int] = 1
 
 
-# A tree of MatrixDimensionNumbers that is a prefix of the parameters' (None: the default view),
-# or a function from the parameters to it.
-WeightDimensionNumbers: TypeAlias = Any | Callable[[Any], Any] | None
-
-
 class MatrixView(NamedTuple):
     """Axes of one leaf, as non-negative integers; rows come before columns."""
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    inputs_are_rows: bool = True  # else what was given as rows came later than the columns
 
     @property
     def is_matrix(self) -> bool:
         """Whether there are both rows and columns."""
         return bool(self.rows and self.columns)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes within one matrix: all of them for a leaf that is no stack of matrices."""
+        return self.rows + self.columns or self.batch
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """The axes that were given as rows: a linear layer sums over these."""
+        if not self.is_matrix:
+            return ()
+        return self.rows if self.inputs_are_rows else self.columns
 
 
 def matrix_view(
@@ -49,9 +53,9 @@ def matrix_view(
 
     By default the last two axes are rows and columns and all others are batch, as in `jnp.linalg`:
     stacked layers (L, m, n), experts and convolution kernels. But an axis more than four times the
-    smaller of the two takes its place: attention kernels (model, heads, head_dim), layers stacked
-    along a middle axis (m, L, n). No two axes are ever merged. A leaf of fewer than two axes has
-    no matrices.
+    smaller of the two takes its place: layers stacked along a middle axis (m, L, n). Axes are
+    merged only where dimension numbers say so, as those of `attention_numbers` do. A leaf of fewer
+    than two axes has no matrices.
 
     Args:
       shape: Shape of the leaf.
@@ -69,7 +73,7 @@ def matrix_view(
     if dimension_numbers is None:
         if ndim < 2:
             return MatrixView(tuple(range(ndim)), (), ())
-        rows, columns = (_axes(axis, shape) for axis in _default_axes(shape))
+        rows, columns = (_axes(axis, shape) for axis in sorted(_default_axes(shape)))
     else:
         rows, columns = (_axes(side, shape) for side in dimension_numbers)
         named = rows + columns
@@ -77,9 +81,9 @@ def matrix_view(
             raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
         if len(set(named)) != len(named):
             raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
-    if rows and columns and min(rows) > min(columns):
-        rows, columns = columns, rows
     batch = tuple(axis for axis in range(ndim) if axis not in rows + columns)
+    if rows and columns and min(rows) > min(columns):
+        return MatrixView(batch, columns, rows, inputs_are_rows=False)
     return MatrixView(batch, rows, columns)
 
 
@@ -100,53 +104,6 @@ def from_matrices(matrices: jax.Array, view: MatrixView, shape: tuple[int, ...])
     order = _order(view)
     inverse = sorted(range(len(order)), key=lambda position: order[position])
     return matrices.reshape([shape[axis] for axis in order]).transpose(inverse)
-
-
-def matrix_axes(
-    shape: tuple[int, ...], dimension_numbers: MatrixDimensionNumbers | None
-) -> tuple[int, ...]:
-    """The axes within one matrix of a leaf: all of them for a leaf that is no stack of matrices."""
-    view = matrix_view(shape, dimension_numbers)
-    if dimension_numbers is None and not view.is_matrix:
-        return tuple(range(len(shape)))
-    return view.rows + view.columns
-
-
-def dimension_numbers_of(
-    weight_dimension_numbers: WeightDimensionNumbers, leaves: Leaves
-) -> list[MatrixDimensionNumbers | None]:
-    """The dimension numbers of each leaf; None for the default view."""
-    if not leaves.boxed:  # Optax initializes a state on a placeholder to label its fields.
-        return []
-    given = weight_dimension_numbers
-    if callable(given):
-        given = given(leaves.tree)
-        check_dimension_numbers(given)
-    try:
-        spread = leaves.spread(given, _is_numbers)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"weight_dimension_numbers is {given!r}; allowed: None, MatrixDimensionNumbers, a tree"
-            " of them that is a prefix of the parameters, or a function to such a tree."
-        ) from error
-    # A function mapped over boxed parameters leaves its results in the boxes.
-    return [content(x) if is_flax_node(x) else x for x in spread]
-
-
-def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
-    """Raises ValueError where `weight_dimension_numbers` is neither a function nor a fit tree."""
-    allowed = "a function of the parameters, None, or MatrixDimensionNumbers, alone or in a tree"
-    if callable(given) and not is_flax_node(given):
-        require_function("weight_dimension_numbers", given, allowed)
-        return
-    for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
-        number = content(leaf) if is_flax_node(leaf) else leaf
-        if not (number is None or isinstance(number, MatrixDimensionNumbers)):
-            raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {allowed}.")
-
-
-def _is_numbers(x: Any) -> bool:
-    return x is None or is_flax_node(x) or isinstance(x, MatrixDimensionNumbers)
 
 
 def _default_axes(shape: tuple[int, ...]) -> list[int]:

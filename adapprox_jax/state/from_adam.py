@@ -20,14 +20,8 @@ from adapprox_jax.linalg.random_start import require_key
 from adapprox_jax.linalg.srsi import frobenius_norm, normalize, relative_error, srsi
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    MatrixView,
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    matrix_view,
-    to_matrices,
-)
+from adapprox_jax.params.matrix_view import MatrixView, to_matrices
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import with_automatic_axes
 from adapprox_jax.state.layout import (
     LeafState,
@@ -269,13 +263,10 @@ class _SecondMoments:
     def factored(self, state: ScaleByAdapproxState) -> ScaleByAdapproxState:
         """A state that stands for these second moments."""
         leaves = Leaves.of(_taken(self.nu, state.nu))
-        numbers = dimension_numbers_of(self.weight_dimension_numbers, leaves)
+        views = views_of(self.weight_dimension_numbers, leaves)
         lasts = leaf_states(state)
-        for name, nu, of_leaf, last in zip(
-            leaves.names, leaves.arrays, numbers, lasts, strict=True
-        ):
-            check_leaf(name, nu, of_leaf, last, "second moment in adam_state")
-        views = [matrix_view(x.shape, n) for x, n in zip(leaves.arrays, numbers, strict=True)]
+        for name, nu, view, last in zip(leaves.names, leaves.arrays, views, lasts, strict=True):
+            check_leaf(name, nu, view, last, "second moment in adam_state")
         return with_leaf_states(
             state, state.count, list(map(self._factored_leaf, leaves.arrays, views, lasts))
         )

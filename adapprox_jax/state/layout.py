@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
-from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, matrix_view, view_shape
+from adapprox_jax.params.matrix_view import MatrixView, view_shape
 from adapprox_jax.settings import RankRule, Storage, resolve_capacity
 from adapprox_jax.sharding.axes import full_along
 
@@ -67,7 +67,7 @@ def _trees(state: ScaleByAdapproxState) -> list[Leaves]:
 
 def init_state(
     params: Leaves,
-    numbers: Sequence[MatrixDimensionNumbers | None],
+    views: Sequence[MatrixView],
     key: jax.Array,
     rule: RankRule,
     storage: Storage,
@@ -76,22 +76,20 @@ def init_state(
 
     Args:
       params: The parameters, or anything with their shapes and types.
-      numbers: Which axes of each form a matrix; None for the default view.
+      views: Which axes of each form a matrix.
       key: Data of the random key.
       rule: The first rank and the width of the buffers.
       storage: Which leaves are factored, and the type of the factors.
     """
     leaves = [
-        _init_leaf(leaf, of_leaf, rule, storage)
-        for leaf, of_leaf in zip(params.boxed, numbers, strict=True)
+        _init_leaf(leaf, view, rule, storage)
+        for leaf, view in zip(params.boxed, views, strict=True)
     ]
     trees = map(params.structure.unflatten, unzipped(leaves, len(LeafState._fields)))
     return ScaleByAdapproxState(jnp.zeros([], jnp.int32), key, *trees)
 
 
-def _init_leaf(
-    param: Any, numbers: MatrixDimensionNumbers | None, rule: RankRule, storage: Storage
-) -> LeafState:
+def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -> LeafState:
     """Zeros, sharded and boxed like the axes of the parameter that they follow.
 
     Factored where that is asked for and saves. No two are one array: states are donated.
@@ -99,7 +97,6 @@ def _init_leaf(
     leaf = unbox(param)
     dtype = wide_dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
     factor_dtype = storage.factor_dtype or dtype
-    view = matrix_view(leaf.shape, numbers)
     batch, rows, columns = view_shape(leaf.shape, view)
     capacity = resolve_capacity(rule.max_rank, rows, columns)
 
@@ -140,7 +137,7 @@ def _init_leaf(
 def check_leaf(
     path: str,
     array: Any,
-    numbers: MatrixDimensionNumbers | None,
+    view: MatrixView,
     state: LeafState,
     what: str = "gradient",
 ) -> None:
@@ -149,13 +146,13 @@ def check_leaf(
     Args:
       path: Path of the leaf, for the message.
       array: Its gradient, say.
-      numbers: Which axes form a matrix.
+      view: Which axes form a matrix.
       state: Its state.
       what: What the array is, for the message.
     """
     shape = array.shape
     if state.is_factored:
-        batch, rows, columns = view_shape(shape, matrix_view(shape, numbers))
+        batch, rows, columns = view_shape(shape, view)
         given = (*batch, min(rows, columns), max(rows, columns))
         expected = (*state.q.shape[:-1], state.u.shape[-2])
         seen = f" is seen as matrices {given} (shorter side first); its state has factors of"

@@ -19,6 +19,7 @@ class RankInfo(NamedTuple):
     """What is kept for one factored leaf. Stacked leaves have arrays with a number per matrix."""
 
     shape: tuple[int, ...]  # of the parameter
+    matrices: tuple[int, ...]  # as which it is seen: (*batch, shorter side, longer side)
     rank: int | np.ndarray  # columns in use
     capacity: int  # columns of the buffers
     error: float | np.ndarray  # the paper's xi: error of the last factorization, relative
@@ -72,6 +73,7 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
             norm = _matrix_norms(leaf.u)
             report[name] = RankInfo(
                 shape=tuple(param.shape),
+                matrices=(*leaf.q.shape[:-1], leaf.u.shape[-2]),
                 rank=_number(leaf.rank),
                 capacity=leaf.q.shape[-1],
                 error=_number(leaf.error),

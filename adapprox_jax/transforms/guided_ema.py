@@ -25,13 +25,7 @@ from adapprox_jax.linalg.quantization import (
 from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
-from adapprox_jax.params.matrix_view import (
-    MatrixDimensionNumbers,
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    matrix_axes,
-)
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along, with_automatic_axes
 from adapprox_jax.step.xla_order import begin_late_on_cpu
 
@@ -137,10 +131,10 @@ def guided_ema(
         results = [_average_leaf(*of_leaf, step, rule) for of_leaf in of_leaves]
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
-            numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+            views = views_of(weight_dimension_numbers, leaves)
             averages = [
-                average * guidance_scale(update, average, of_leaf, eps, max_scale)
-                for average, update, of_leaf in zip(averages, leaves.arrays, numbers, strict=True)
+                average * guidance_scale(update, average, view.axes, eps, max_scale)
+                for average, update, view in zip(averages, leaves.arrays, views, strict=True)
             ]
         emitted = [x.astype(u.dtype) for x, u in zip(averages, leaves.arrays, strict=True)]
         new_scale = () if scales is None else scales.filled(new_scales)
@@ -313,7 +307,7 @@ def _look_ahead(
 def guidance_scale(
     update: jax.Array,
     average: jax.Array,
-    dimension_numbers: MatrixDimensionNumbers | None,
+    axes: tuple[int, ...],
     eps: jax.typing.ArrayLike,
     max_scale: jax.typing.ArrayLike,
 ) -> jax.Array:
@@ -322,14 +316,13 @@ def guidance_scale(
     Args:
       update: Clipped update, any shape.
       average: Running average that contains it, the same shape.
-      dimension_numbers: Which axes form a matrix.
+      axes: Those within a matrix.
       eps: Added to 1 - cos.
       max_scale: Cap of the factor.
 
     Returns:
       The factor, with axes of size 1 where a matrix lies. 1 where update or average is zero.
     """
-    axes = matrix_axes(update.shape, dimension_numbers)
     update = update.astype(average.dtype)
 
     def unit(x: jax.Array) -> jax.Array:

@@ -10,12 +10,7 @@ import optax
 from adapprox_jax.argument_checks import require
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    matrix_axes,
-)
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.step.batching import sums_of
 
 
@@ -101,10 +96,9 @@ def _divided_by(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         leaves = Leaves.of(updates, "update")
-        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
         arrays = leaves.arrays
         wide = [x.astype(wide_dtype(x.dtype)) for x in arrays]
-        axes = [matrix_axes(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
+        axes = [view.axes for view in views_of(weight_dimension_numbers, leaves)]
         mean_squares = _mean_squares(wide, axes)
         scaled = [
             (x / divisor(mean_square)).astype(given.dtype)

@@ -5,20 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from adapprox_jax.argument_checks import check_state, require, require_precise
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    MatrixDimensionNumbers,
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    matrix_view,
-)
+from adapprox_jax.params.matrix_view import MatrixView
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along
 
 
@@ -37,11 +31,10 @@ def scale_by_neuron_moment(
 
     A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku; where
     dimension numbers are given, rows and columns are those that they name: rows=1, columns=0 where
-    outputs come first. Of a kernel (heads, size, outputs) or of a convolution the default view is
-    of a matrix a head or place, with a number for each output of each. A leaf without matrices is
-    divided entry by entry. Made for directions, with entries of size one: squares may overflow.
-    There is no bias correction, so that the first updates are 1 / sqrt(1 - b2) in size: set the
-    size after it, as `scale_to_matrix_rms` does.
+    outputs come first. A convolution is seen as a matrix for each place, with a number for each
+    output of each. A leaf without matrices is divided entry by entry. Made for directions, with
+    entries of size one: squares may overflow. There is no bias correction, so that the first
+    updates are 1 / sqrt(1 - b2) in size: set the size after it, as `scale_to_matrix_rms` does.
 
     Args:
       b2: Decay of the averages, in [0, 1).
@@ -68,20 +61,17 @@ def scale_by_neuron_moment(
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     check_dimension_numbers(weight_dimension_numbers)
 
-    def zeros(param: Any, numbers: MatrixDimensionNumbers | None) -> Any:
+    def zeros(param: Any, view: MatrixView) -> Any:
         leaf = unbox(param)
-        rows = _inputs(leaf.shape, numbers)
-        axes = [None if axis in rows else axis for axis in range(leaf.ndim)]
-        shape = _shape_of_means(leaf.shape, rows)
+        axes = [None if axis in view.inputs else axis for axis in range(leaf.ndim)]
+        shape = _shape_of_means(leaf.shape, view.inputs)
         dtype = wide_dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
         return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
 
     def init(params: optax.Params) -> ScaleByNeuronMomentState:
         leaves = Leaves.of(params, "parameter")
-        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
-        return ScaleByNeuronMomentState(
-            leaves.structure.unflatten(map(zeros, leaves.boxed, numbers))
-        )
+        views = views_of(weight_dimension_numbers, leaves)
+        return ScaleByNeuronMomentState(leaves.structure.unflatten(map(zeros, leaves.boxed, views)))
 
     def average(name: str, leaf: jax.Array, kept: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
         shape = _shape_of_means(leaf.shape, inputs)
@@ -102,8 +92,7 @@ def scale_by_neuron_moment(
         check_state(state, ScaleByNeuronMomentState, "scale_by_neuron_moment")
         leaves = Leaves.of(updates, "update")
         kept, arrays = leaves.matching(state.nu), leaves.arrays
-        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
-        inputs = [_inputs(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
+        inputs = [view.inputs for view in views_of(weight_dimension_numbers, leaves)]
         nu = list(map(average, leaves.names, arrays, kept.arrays, inputs))
         scaled = [
             (x.astype(moment.dtype) / (jnp.sqrt(moment) + eps)).astype(x.dtype)
@@ -116,13 +105,3 @@ def scale_by_neuron_moment(
 
 def _shape_of_means(shape: tuple[int, ...], inputs: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if axis in inputs else size for axis, size in enumerate(shape))
-
-
-def _inputs(shape: tuple[int, ...], numbers: MatrixDimensionNumbers | None) -> tuple[int, ...]:
-    """The axes within a matrix that are not outputs: a view's rows, or its columns if so named."""
-    view = matrix_view(shape, numbers)
-    if not view.is_matrix:
-        return ()
-    named = view.rows if numbers is None else numbers.rows
-    first = named if isinstance(named, int | np.integer) else named[0]
-    return view.columns if first % len(shape) in view.columns else view.rows

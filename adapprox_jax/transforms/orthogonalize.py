@@ -12,15 +12,8 @@ from adapprox_jax.argument_checks import require_integer
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    MatrixView,
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    from_matrices,
-    matrix_view,
-    to_matrices,
-)
+from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
 from adapprox_jax.step.batching import grouping_of
@@ -64,9 +57,8 @@ def orthogonalize(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         leaves = Leaves.of(updates, "update")
-        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
         arrays = [jnp.asarray(x) for x in leaves.arrays]
-        views = [matrix_view(x.shape, of_leaf) for x, of_leaf in zip(arrays, numbers, strict=True)]
+        views = views_of(weight_dimension_numbers, leaves)
         for name, x, view in zip(leaves.names, arrays, views, strict=True):
             if not view.is_matrix:
                 raise ValueError(

@@ -21,12 +21,7 @@ from adapprox_jax.linalg.random_start import (
 )
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    WeightDimensionNumbers,
-    check_dimension_numbers,
-    dimension_numbers_of,
-    matrix_view,
-)
+from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
     Hyperparameters,
@@ -151,10 +146,10 @@ def scale_with(
 
     def init(params: optax.Params) -> ScaleByAdapproxState:
         leaves = Leaves.of(params, "parameter")
-        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        views = views_of(weight_dimension_numbers, leaves)
         # A new array: states are donated.
         data = jnp.array(jax.random.key_data(require_key(seed_or_key)))
-        return init_state(leaves, numbers, data, settings.rank, settings.storage)
+        return init_state(leaves, views, data, settings.rank, settings.storage)
 
     def update(
         updates: optax.Updates, state: ScaleByAdapproxState, params: optax.Params | None = None
@@ -163,15 +158,14 @@ def scale_with(
         check_state(state, ScaleByAdapproxState, "scale_by_adapprox")
         leaves = Leaves.of(updates, "gradient")
         leaves.matching(state.nu, "the gradients")
-        numbers = dimension_numbers_of(weight_dimension_numbers, leaves)
+        views = views_of(weight_dimension_numbers, leaves)
         grads, lasts = leaves.arrays, leaf_states(state)
-        for name, grad, of_leaf, last in zip(leaves.names, grads, numbers, lasts, strict=True):
-            check_leaf(name, grad, of_leaf, last)
+        for name, grad, view, last in zip(leaves.names, grads, views, lasts, strict=True):
+            check_leaf(name, grad, view, last)
         count = optax.safe_increment(state.count)
         key = jax.random.fold_in(wrapped_key(state.key, key_impl), count)
         draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
         scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
-        views = tuple(matrix_view(x.shape, n) for x, n in zip(grads, numbers, strict=True))
         results = step_leaves(scalars, grads, lasts, views, settings)
         scaled = leaves.filled([x for x, _ in results])
         return scaled, with_leaf_states(state, count, [new for _, new in results])

@@ -7,13 +7,12 @@ import pytest
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import (
     MatrixDimensionNumbers,
-    dimension_numbers_of,
     from_matrices,
-    matrix_axes,
     matrix_view,
     to_matrices,
     view_shape,
 )
+from adapprox_jax.params.views import views_of
 
 
 @pytest.mark.parametrize(
@@ -57,13 +56,13 @@ def test_stack_views_are_views_of_slices():
 @pytest.mark.parametrize("shape", [(), (7,)])
 def test_fewer_than_two_axes_are_no_matrix(shape):
     assert not matrix_view(shape).is_matrix
-    assert matrix_axes(shape, None) == tuple(range(len(shape)))
+    assert matrix_view(shape).axes == tuple(range(len(shape)))
 
 
 def test_stacked_biases_are_vectors_each():
     numbers = MatrixDimensionNumbers(rows=(), columns=-1)
     assert not matrix_view((4, 7), numbers).is_matrix
-    assert matrix_axes((4, 7), numbers) == (1,)
+    assert matrix_view((4, 7), numbers).axes == (1,)
 
 
 def test_bad_axes_are_named():
@@ -76,10 +75,11 @@ def test_bad_axes_are_named():
 
 
 def test_dimension_numbers_are_a_prefix_or_a_function():
-    numbers = MatrixDimensionNumbers(0, 1)
+    numbers = MatrixDimensionNumbers(1, 0)
     tree = {"a": {"b": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, "d": jnp.ones(3)}
     leaves = Leaves.of(tree)
-    expected = [numbers, numbers, None]
-    assert dimension_numbers_of({"a": numbers, "d": None}, leaves) == expected
-    assert dimension_numbers_of(lambda t: {"a": numbers, "d": None}, leaves) == expected
-    assert dimension_numbers_of(None, leaves) == [None, None, None]
+    given, dense = matrix_view((2, 3), numbers), matrix_view((3,))
+    assert given.inputs == (1,)
+    assert views_of({"a": numbers, "d": None}, leaves) == (given, given, dense)
+    assert views_of(lambda t: {"a": numbers, "d": None}, leaves) == (given, given, dense)
+    assert views_of(None, leaves) == (matrix_view((2, 3)), matrix_view((2, 3)), dense)

@@ -1,0 +1,59 @@
+"""Which axes of each leaf of a tree form matrices: as given, by known names, or by shape."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+
+from adapprox_jax.argument_checks import require_function
+from adapprox_jax.params.attention import attention_numbers
+from adapprox_jax.params.boxes import content, is_flax_node
+from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, MatrixView, matrix_view
+
+# A tree of MatrixDimensionNumbers that is a prefix of the parameters' (None: the default view),
+# or a function from the parameters to it.
+WeightDimensionNumbers: TypeAlias = Any | Callable[[Any], Any] | None
+
+
+def views_of(
+    weight_dimension_numbers: WeightDimensionNumbers, leaves: Leaves
+) -> tuple[MatrixView, ...]:
+    """The view of each leaf. Where no dimension numbers are given, attention kernels are known."""
+    if not leaves.boxed:  # Optax initializes a state on a placeholder to label its fields.
+        return ()
+    given = weight_dimension_numbers
+    if callable(given):
+        given = given(leaves.tree)
+        check_dimension_numbers(given)
+    try:
+        spread = leaves.spread(given, _is_numbers)
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"weight_dimension_numbers is {given!r}; allowed: None, MatrixDimensionNumbers, a tree"
+            " of them that is a prefix of the parameters, or a function to such a tree."
+        ) from error
+    # A function mapped over boxed parameters leaves its results in the boxes.
+    numbers = [content(x) if is_flax_node(x) else x for x in spread]
+    return tuple(
+        matrix_view(leaf.shape, known if of_leaf is None else of_leaf)
+        for leaf, of_leaf, known in zip(
+            leaves.arrays, numbers, attention_numbers(leaves), strict=True
+        )
+    )
+
+
+def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
+    """Raises ValueError where `weight_dimension_numbers` is neither a function nor a fit tree."""
+    allowed = "a function of the parameters, None, or MatrixDimensionNumbers, alone or in a tree"
+    if callable(given) and not is_flax_node(given):
+        require_function("weight_dimension_numbers", given, allowed)
+        return
+    for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
+        number = content(leaf) if is_flax_node(leaf) else leaf
+        if not (number is None or isinstance(number, MatrixDimensionNumbers)):
+            raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {allowed}.")
+
+
+def _is_numbers(x: Any) -> bool:
+    return x is None or is_flax_node(x) or isinstance(x, MatrixDimensionNumbers)

@@ -1,0 +1,138 @@
+"""Attention kernels are one matrix: the model by heads times their size."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import adapprox_jax
+from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.matrix_view import view_shape
+from adapprox_jax.params.views import views_of
+
+
+def tree_of(leaves):
+    """A nested tree of shapes from paths with slashes."""
+    tree = {}
+    for path, shape in leaves.items():
+        *outer, last = path.split("/")
+        node = tree
+        for name in outer:
+            node = node.setdefault(name, {})
+        node[last] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return tree
+
+
+def views(leaves):
+    """Of each path: batch, inputs and outputs."""
+    found = Leaves.of(tree_of(leaves))
+    results = {}
+    for keys, leaf, view in zip(found.keys, found.arrays, views_of(None, found), strict=True):
+        batch, rows, columns = view_shape(leaf.shape, view)
+        sides = (rows, columns) if view.inputs_are_rows else (columns, rows)
+        results["/".join(key.key for key in keys)] = (batch, *sides)
+    return results
+
+
+@pytest.mark.parametrize(
+    ("leaves", "right"),
+    [
+        (  # Flax
+            {"attn/query/kernel": (64, 16, 64), "attn/out/kernel": (16, 64, 64)},
+            {"attn/query/kernel": ((), 64, 1024), "attn/out/kernel": ((), 1024, 64)},
+        ),
+        (  # MaxText, layers along axis 1, as many as heads
+            {
+                "self_attention/query/kernel": (512, 8, 8, 64),
+                "self_attention/out/kernel": (8, 8, 64, 512),
+            },
+            {
+                "self_attention/query/kernel": ((8,), 512, 512),
+                "self_attention/out/kernel": ((8,), 512, 512),
+            },
+        ),
+        (  # the same, layers along axis 0
+            {"a/query/kernel": (12, 512, 8, 64), "a/out/kernel": (12, 8, 64, 512)},
+            {"a/query/kernel": ((12,), 512, 512), "a/out/kernel": ((12,), 512, 512)},
+        ),
+        (  # queries, keys and values in one kernel, and layers
+            {"a/wqkv/kernel": (512, 12, 3, 8, 64), "a/wo/kernel": (8, 12, 64, 512)},
+            {"a/wqkv/kernel": ((12, 3), 512, 512), "a/wo/kernel": ((12,), 512, 512)},
+        ),
+        (  # Gemma: heads first
+            {
+                "attn/q_einsum/w": (8, 512, 96),
+                "attn/kv_einsum/w": (2, 1, 512, 96),
+                "attn/attn_vec_einsum/w": (8, 96, 512),
+            },
+            {
+                "attn/q_einsum/w": ((), 512, 768),
+                "attn/kv_einsum/w": ((2,), 512, 96),
+                "attn/attn_vec_einsum/w": ((), 768, 512),
+            },
+        ),
+        (  # low-rank attention: values have another size than queries
+            {
+                "attention/wq_b/kernel": (1536, 16, 192),
+                "attention/wkv_b/kernel": (512, 16, 256),
+                "attention/out/kernel": (16, 128, 2048),
+            },
+            {
+                "attention/wq_b/kernel": ((), 1536, 3072),
+                "attention/wkv_b/kernel": ((), 512, 4096),
+                "attention/out/kernel": ((), 2048, 2048),
+            },
+        ),
+        (  # layers of kernels in which heads are merged already
+            {"attn/q_proj/kernel": (12, 768, 768), "attn/o_proj/kernel": (12, 768, 768)},
+            {"attn/q_proj/kernel": ((12,), 768, 768), "attn/o_proj/kernel": ((12,), 768, 768)},
+        ),
+        (  # the same where the model is as small as a head
+            {"attn/q_proj/kernel": (12, 64, 64), "attn/o_proj/kernel": (12, 64, 64)},
+            {"attn/q_proj/kernel": ((12,), 64, 64), "attn/o_proj/kernel": ((12,), 64, 64)},
+        ),
+        (  # a kernel that has its heads merged beside some that have not
+            {
+                "a/query/kernel": (64, 4, 16),
+                "a/value/kernel": (64, 64),
+                "a/out/kernel": (4, 16, 64),
+            },
+            {
+                "a/query/kernel": ((), 64, 64),
+                "a/value/kernel": ((), 64, 64),
+                "a/out/kernel": ((), 64, 64),
+            },
+        ),
+        (  # without its siblings, and outside of attention
+            {"self_attention/out/kernel": (8, 64, 512), "mlp/wo/kernel": (12, 512, 64)},
+            {"self_attention/out/kernel": ((), 512, 512), "mlp/wo/kernel": ((12,), 512, 64)},
+        ),
+    ],
+)
+def test_known_kernels(leaves, right):
+    assert views(leaves) == right
+
+
+def test_dimension_numbers_come_before_names():
+    params = {"query": {"kernel": jnp.ones((64, 4, 16))}}
+    by_head = adapprox_jax.MatrixDimensionNumbers(0, 2)
+    [what] = adapprox_jax.muon_report(params, None, by_head).values()
+    assert what == "orthogonalized: 4 of 64 x 16"
+    [what] = adapprox_jax.muon_report(params).values()
+    assert what == "orthogonalized: 64 x 64"
+
+
+def test_one_key_and_value_head_is_no_embedding():
+    params = {"attn": {"key": {"kernel": jax.ShapeDtypeStruct((4096, 1, 128), jnp.float32)}}}
+    assert adapprox_jax.muon_report(params) == {
+        "['attn']['key']['kernel']": "orthogonalized: 4096 x 128"
+    }
+
+
+def test_the_second_moment_and_its_report_see_one_matrix():
+    params = {"query": {"kernel": jnp.ones((64, 4, 32))}}
+    tx = adapprox_jax.adapprox(1e-3)
+    state = tx.init(params)
+    updates, state = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, params), state, params)
+    assert updates["query"]["kernel"].shape == (64, 4, 32)
+    [info] = adapprox_jax.rank_report(state, params).values()
+    assert info.matrices == (64, 128)
