@@ -9,8 +9,8 @@ import jax
 import numpy as np
 import optax
 
-from adapprox_jax.params.attention import is_attention_kernel
 from adapprox_jax.params.boxes import is_box, unbox
+from adapprox_jax.params.known_axes import KnownAxes, known_axes
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, view_shape
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
@@ -24,7 +24,11 @@ Selection: TypeAlias = Any | Callable[[Any], Any] | None
 # Of a module or parameter in snake case; the heads of attention are none of these.
 _OUTER = re.compile(
     r"embed|(^|_)embs?($|_)|(^|_)(wte|wpe)$|^(tok|tokens?|vocab\w*|pos|positions?)$"
-    r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|logits|classifier|readout"
+    r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|(?<!pre_)logits|classifier|readout"
+)
+_CLASSIFIER = re.compile(r"^output_projection$")  # but of attention it is a projection
+_INNER = re.compile(
+    r"attn|attention|mixer|mamba|ssm|^(q|k|v|o|x|dt|in|out|up|down)_proj|^(query|key|value)$"
 )
 _NORMS = re.compile(r"(^|_)(ln|\w*norm)(_[a-z0-9])?$")
 _CHANNELS = re.compile(r"(^|_)(a_log|dt_bias|depthwise)($|_)")  # of state-space models
@@ -148,12 +152,13 @@ def _matrices(shape: tuple[int, ...], view: MatrixView) -> str:
 
 def _reasons(leaves: Leaves, views: Sequence[MatrixView]) -> list[str]:
     """Why each leaf is no hidden matrix; an empty string where it is one."""
-    return list(map(_reason, leaves.words, leaves.arrays, views))
+    return list(map(_reason, leaves.words, leaves.arrays, views, known_axes(leaves)))
 
 
-def _reason(words: Sequence[str], leaf: Any, view: MatrixView) -> str:
+def _reason(words: Sequence[str], leaf: Any, view: MatrixView, known: KnownAxes) -> str:
+    is_inner = any(map(_INNER.search, words))
     for word in words:
-        if _OUTER.search(word):
+        if _OUTER.search(word) or (_CLASSIFIER.search(word) and not is_inner):
             return f"'{word}' names an embedding or a head"
         if _NORMS.search(word):
             return f"'{word}' names vectors"
@@ -164,11 +169,12 @@ def _reason(words: Sequence[str], leaf: Any, view: MatrixView) -> str:
         return f"'{words[-1]}' names vectors"
     if not view.is_matrix:
         return "no matrix"
-    batch, rows, columns = view_shape(leaf.shape, view)
+    _, rows, columns = view_shape(leaf.shape, view)
     short, long = sorted((rows, columns))
     if short < _SHORTEST_SIDE:
         return f"a side of {short}"
-    # What is stacked, and what has another sign, may be long.
-    if long > _MOST_ELONGATED * short and not batch and not is_attention_kernel(words):
+    # Known projections may be long, and so may be what is stacked, if not as layers.
+    is_whole = set(view.batch) <= {known.layers}
+    if long > _MOST_ELONGATED * short and is_whole and not is_inner:
         return f"{rows} x {columns}, as long as an embedding or a head"
     return ""

@@ -54,7 +54,7 @@ def matrix_view(
     By default the last two axes are rows and columns and all others are batch, as in `jnp.linalg`:
     stacked layers (L, m, n), experts and convolution kernels. But an axis more than four times the
     smaller of the two takes its place: layers stacked along a middle axis (m, L, n). Axes are
-    merged only where dimension numbers say so, as those of `attention_numbers` do. A leaf of fewer
+    merged only where dimension numbers say so, as those of `known_axes` do. A leaf of fewer
     than two axes has no matrices.
 
     Args:
@@ -73,7 +73,7 @@ def matrix_view(
     if dimension_numbers is None:
         if ndim < 2:
             return MatrixView(tuple(range(ndim)), (), ())
-        rows, columns = (_axes(axis, shape) for axis in sorted(_default_axes(shape)))
+        rows, columns = (_axes(axis, shape) for axis in default_axes(shape))
     else:
         rows, columns = (_axes(side, shape) for side in dimension_numbers)
         named = rows + columns
@@ -106,7 +106,7 @@ def from_matrices(matrices: jax.Array, view: MatrixView, shape: tuple[int, ...])
     return matrices.reshape([shape[axis] for axis in order]).transpose(inverse)
 
 
-def _default_axes(shape: tuple[int, ...]) -> list[int]:
+def default_axes(shape: Sequence[int]) -> list[int]:
     """The axes of rows and columns where nothing is said of a leaf of two axes or more."""
     pair = [len(shape) - 2, len(shape) - 1]
     while True:
@@ -114,7 +114,7 @@ def _default_axes(shape: tuple[int, ...]) -> list[int]:
         others = [axis for axis in range(len(shape)) if axis not in pair]
         largest = max(others, key=lambda axis: (shape[axis], axis), default=smaller)
         if shape[largest] <= 4 * shape[smaller]:
-            return pair
+            return sorted(pair)
         pair[pair.index(smaller)] = largest
 
 

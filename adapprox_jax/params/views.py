@@ -6,8 +6,8 @@ from typing import Any, TypeAlias
 import jax
 
 from adapprox_jax.argument_checks import require_function
-from adapprox_jax.params.attention import attention_numbers
 from adapprox_jax.params.boxes import content, is_flax_node
+from adapprox_jax.params.known_axes import known_axes
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, MatrixView, matrix_view
 
@@ -19,7 +19,7 @@ WeightDimensionNumbers: TypeAlias = Any | Callable[[Any], Any] | None
 def views_of(
     weight_dimension_numbers: WeightDimensionNumbers, leaves: Leaves
 ) -> tuple[MatrixView, ...]:
-    """The view of each leaf. Where no dimension numbers are given, attention kernels are known."""
+    """The view of each leaf: as given, else as `known_axes` says, else by shape."""
     if not leaves.boxed:  # Optax initializes a state on a placeholder to label its fields.
         return ()
     given = weight_dimension_numbers
@@ -36,10 +36,8 @@ def views_of(
     # A function mapped over boxed parameters leaves its results in the boxes.
     numbers = [content(x) if is_flax_node(x) else x for x in spread]
     return tuple(
-        matrix_view(leaf.shape, known if of_leaf is None else of_leaf)
-        for leaf, of_leaf, known in zip(
-            leaves.arrays, numbers, attention_numbers(leaves), strict=True
-        )
+        matrix_view(leaf.shape, known.numbers if of_leaf is None else of_leaf)
+        for leaf, of_leaf, known in zip(leaves.arrays, numbers, known_axes(leaves), strict=True)
     )
 
 

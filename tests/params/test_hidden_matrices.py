@@ -1,10 +1,19 @@
 """Which leaves of published models are hidden matrices."""
 
+import json
+import math
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 import adapprox_jax
+from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.matrix_view import view_shape
+from adapprox_jax.params.views import views_of
+
+MODELS = sorted((pathlib.Path(__file__).parents[1] / "data" / "models").glob("*.json"))
 
 
 def of(*shape):
@@ -36,3 +45,28 @@ def test_leaves_of_published_models(path, shape, is_hidden):
     assert jax.tree.leaves(adapprox_jax.hidden_matrices(tree)) == [is_hidden]
     [what] = adapprox_jax.muon_report(tree).values()
     assert what.startswith("orthogonalized" if is_hidden else "adapprox: ")
+
+
+@pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
+def test_whole_models(path):
+    """Roles, and the matrices that leaves are seen as: how many, inputs, outputs."""
+    right = json.loads(path.read_text())["leaves"]
+    tree = {}
+    for name, leaf in right.items():
+        *outer, last = name.split("/")
+        node = tree
+        for part in outer:
+            node = node.setdefault(part, {})
+        node[last] = of(*leaf["shape"])
+    leaves = Leaves.of(tree)
+    reports = adapprox_jax.muon_report(tree).values()
+    for keys, leaf, view, report in zip(
+        leaves.keys, leaves.arrays, views_of(None, leaves), reports, strict=True
+    ):
+        expected = right["/".join(key.key for key in keys)]
+        assert report.startswith(expected["role"]), keys
+        if expected["role"] == "orthogonalized":
+            batch, rows, columns = view_shape(leaf.shape, view)
+            sides = [rows, columns] if view.inputs_are_rows else [columns, rows]
+            count = [math.prod(batch)] if math.prod(batch) > 1 else []
+            assert [*count, *sides] == expected["matrices"], keys

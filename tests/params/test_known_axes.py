@@ -112,6 +112,24 @@ def test_known_kernels(leaves, right):
     assert views(leaves) == right
 
 
+def test_layers_are_stacked_along_the_axis_of_attention():
+    """Vectors of layers are vectors, and a router is a matrix for each layer."""
+    stack = {
+        "decoder/layers/attention/query/kernel": (512, 32, 8, 64),
+        "decoder/layers/norm/scale": (512, 32),
+        "decoder/layers/gate/kernel": (512, 32, 16),
+        "decoder/norm/scale": (512,),
+        "embedder/embedding": (4096, 32),
+    }
+    found = views(stack)
+    assert found["decoder/layers/gate/kernel"] == ((32,), 512, 16)
+    assert found["decoder/layers/norm/scale"] == ((32,), 1, 512)
+    assert found["embedder/embedding"] == ((), 4096, 32)
+    report = adapprox_jax.muon_report(tree_of(stack))
+    why = "adapprox: 512 x 16, as long as an embedding or a head"  # as without the stack
+    assert report["['decoder']['layers']['gate']['kernel']"] == why
+
+
 def test_dimension_numbers_come_before_names():
     params = {"query": {"kernel": jnp.ones((64, 4, 16))}}
     by_head = adapprox_jax.MatrixDimensionNumbers(0, 2)
