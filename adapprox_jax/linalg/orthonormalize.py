@@ -85,10 +85,15 @@ def orthonormalize_cholesky(
     return [jnp.where(e > _SHORT, basis, 0) for basis, e in zip(bases, energies, strict=True)]
 
 
+def column_sizes(matrix: jax.Array) -> jax.Array:
+    """The largest magnitude in each column of (..., m, width), as (..., 1, width)."""
+    return jnp.max(jnp.abs(matrix), axis=-2, keepdims=True)
+
+
 def unit_columns(matrix: jax.Array) -> jax.Array:
     """The columns of (..., m, width) divided by their norms; zero columns stay zero."""
     # Largest entry first: the squares of small columns vanish, of large ones they overflow.
-    inverse = 1 / _nonzero(jnp.max(jnp.abs(matrix), axis=-2, keepdims=True))
+    inverse = 1 / _nonzero(column_sizes(matrix))
     energies = jnp.sum(jnp.square(matrix * inverse), axis=-2, keepdims=True)
     return matrix * (inverse / _nonzero(jnp.sqrt(energies)))
 

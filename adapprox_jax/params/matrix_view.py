@@ -28,6 +28,11 @@ class MatrixView(NamedTuple):
     columns: tuple[int, ...]
     inputs_are_rows: bool = True  # else what was given as rows came later than the columns
 
+    def stacked(self) -> "MatrixView":
+        """The view of leaves that are stacked along a new first axis."""
+        batch, rows, columns = (tuple(axis + 1 for axis in axes) for axes in self[:3])
+        return MatrixView((0, *batch), rows, columns, self.inputs_are_rows)
+
     @property
     def is_matrix(self) -> bool:
         """Whether there are both rows and columns."""

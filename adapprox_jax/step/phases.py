@@ -17,7 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS
+from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS, column_sizes
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.srsi import normalize, power_of_two_below, principal_turn
 from adapprox_jax.sharding.axes import devices_in_use
@@ -98,7 +98,7 @@ def step_stacks(
         unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
         bases = ORTHONORMALIZE[subspace.orthogonalization](added, rounds, unroll)
         # A unit is known this early, so that no residual waits for another leaf's u.
-        units = [power_of_two_below(jnp.max(jnp.abs(x), axis=(1, 2))) for x in added]
+        units = [power_of_two_below(jnp.max(column_sizes(x), axis=(1, 2))) for x in added]
         return list(zip(bases, units, strict=True))
 
     sizes = _sizes([last.u for last in lasts], grads)

@@ -23,6 +23,7 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state.layout import LeafState
+from adapprox_jax.step.alike import alike, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
 from adapprox_jax.step.platform import ACCELERATOR, Platform, on_platform
@@ -72,20 +73,29 @@ def _leaf_after_leaf(
     **static: Any,
 ) -> Stepped:
     """One step for one leaf after the other, so that the intermediates of few are in memory."""
-    results: Stepped = []
+    results: dict[int, tuple[jax.Array, LeafState]] = {}
     scalars = scalars.replaced(draws=jax.tree.map(materialize, scalars.draws))
     ready = last_error = jnp.zeros(())
-    for grad, state, view in zip(grads, states, views, strict=True):
+    leaves = list(zip(grads, states, strict=True))
+    kinds = [v if state.is_factored else None for v, state in zip(views, states, strict=True)]
+    groups = alike(leaves, kinds)
+    for group in groups:
+        (grad, state), view = leaves[group[0]], views[group[0]]
+        if len(group) > 1:
+            (grad, state), view = stacked([leaves[i] for i in group]), view.stacked()
         if state.is_factored:
             state = state._replace(q=begin_after(ready, state.q))
-        [(scaled, new)] = _together(scalars, [grad], [state], views=(view,), **static)
-        results.append((scaled, new))
+        stepped = _together(scalars, [grad], [state], views=(view,), **static)
+        [(scaled, new)] = stepped
+        if len(group) > 1:
+            stepped = unstacked((scaled, new), len(group))
+        results.update(zip(group, stepped, strict=True))
         if new.is_factored:
             # A leaf waits for the last quotient of the one before it and the factors of the one
             # before that: small decompositions run beside the next leaf's products.
             ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
             last_error = jnp.max(new.error)
-    return results
+    return [results[i] for i in range(len(grads))]
 
 
 # Outside of a compiled step it is compiled by itself, once for each shape and settings.

@@ -1,6 +1,7 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -27,6 +28,7 @@ from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along, with_automatic_axes
+from adapprox_jax.step.alike import each_alike
 from adapprox_jax.step.xla_order import begin_late_on_cpu
 
 Rounding: TypeAlias = Literal["stochastic", "nearest"]
@@ -125,10 +127,8 @@ def guided_ema(
         if leaves.boxed:
             _check_fields(scales is not None, not isinstance(state.step, tuple), bits, counts)
         step = optax.safe_increment(state.step) if counts else ()
-        of_leaves = zip(
-            leaves.names, leaves.arrays, mu.arrays, _arrays(scales, leaves), strict=True
-        )
-        results = [_average_leaf(*of_leaf, step, rule) for of_leaf in of_leaves]
+        kept = mu.arrays, _arrays(scales, leaves)
+        results = _average_leaves(leaves.names, leaves.arrays, *kept, step, rule)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
             views = views_of(weight_dimension_numbers, leaves)
@@ -248,36 +248,46 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
     return codes, scales
 
 
-def _average_leaf(
-    name: str, update: Any, mu: Any, scale: Any, step: Any, rule: _Rule
-) -> tuple[Any, Any, Any]:
-    """What is emitted of the new average of one leaf, float32 or wider, and what is stored."""
-    dtype = wide_dtype(update.dtype)
+def _average_leaves(
+    names: Sequence[str],
+    updates: Sequence[Any],
+    mus: Sequence[Any],
+    scales: Sequence[Any],
+    step: Any,
+    rule: _Rule,
+) -> list[tuple[Any, Any, Any]]:
+    """What is emitted of the new average of each leaf, float32 or wider, and what is stored."""
 
-    def averaged(update: jax.Array, last: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
+    def averaged(update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        dtype = wide_dtype(update.dtype)
         wide = update.astype(dtype)
         average = jnp.asarray(rule.b1 * last.astype(dtype) + (1 - rule.b1) * wide)
         return average, _look_ahead(average, wide, rule.b1, step) if rule.nesterov else average
 
-    if rule.bits is None or not _is_coded(scale):
-        if mu.shape != update.shape:
-            raise ValueError(f"{name}: got shape {update.shape}; expected {mu.shape}.")
-        average, emitted = averaged(update, mu, step)
-        return emitted, average.astype(mu.dtype), scale
-    _check_codes(name, update, mu, rule.bits)
-    bits = rule.bits
+    def coded(operands: tuple[jax.Array, ...]) -> Any:
+        return with_automatic_axes(average_codes, operands)(*operands, step)
 
-    def coded(
+    def average_codes(
         update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
         codes = begin_late_on_cpu(update, codes)
-        average, emitted = averaged(update, dequantize(codes, scales, update.shape[-1]), step)
+        average, emitted = averaged(update, dequantize(codes, scales, update.shape[-1]))
         noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
-        return emitted, *quantize(average, bits, noise)
+        return emitted, *quantize(average, rule.bits or 0, noise)
 
-    operands = update, mu, scale
-    emitted, codes, scales = with_automatic_axes(coded, operands)(*operands, step)
-    return emitted, codes, scales
+    results: dict[int, tuple[Any, Any, Any]] = {}
+    in_codes = {}
+    for i, (name, update, mu, scale) in enumerate(zip(names, updates, mus, scales, strict=True)):
+        if rule.bits is not None and _is_coded(scale):
+            _check_codes(name, update, mu, rule.bits)
+            in_codes[i] = update, mu, scale
+        elif mu.shape != update.shape:
+            raise ValueError(f"{name}: got shape {update.shape}; expected {mu.shape}.")
+        else:
+            average, emitted = averaged(update, mu)
+            results[i] = emitted, average.astype(mu.dtype), scale
+    results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
+    return [results[i] for i in range(len(names))]
 
 
 def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> None:

@@ -16,6 +16,7 @@ from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matric
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
+from adapprox_jax.step.alike import MANY, unstacked
 from adapprox_jax.step.batching import grouping_of
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after
@@ -113,6 +114,10 @@ def _of_stacks(steps: int, platform: Platform, stacks: Sequence[jax.Array]) -> l
             members[0] = begin_after(ready, members[0])
             if is_compilers_mesh():
                 done = each_on_one_device(work, members)
+            elif (
+                platform.leaf_after_leaf and len(members) >= MANY and set(map(len, members)) == {1}
+            ):
+                done = [x[None] for x in unstacked(work(jnp.concatenate(members)), len(members))]
             else:
                 done = concatenated(work, members)
             ready = jnp.sum(jnp.abs(done[0][:, 0])).astype(jnp.float32)
