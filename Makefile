@@ -13,7 +13,7 @@ VENV_DEVICE := .venv-device
 VENV_GPU := .venv-gpu
 PYTEST_FLAGS := -n 2 --dist worksteal -q
 
-.PHONY: train test test-all test-312 lint device-program on-device
+.PHONY: train test test-all test-312 mutants lint device-program on-device
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
@@ -23,6 +23,10 @@ test: lint
 
 test-all: lint
 	$(VENV)/bin/python -m pytest $(PYTEST_FLAGS)
+
+# Breaks the code on purpose: names the changes that no test finds. --count 100 draws as many more.
+mutants: $(VENV)/installed
+	$(VENV)/bin/python -m tests.mutants
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .

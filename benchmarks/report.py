@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import tyro
 
 from benchmarks import (
+    compile_times,
     device_program,
     loss_tables,
     memory_table,
@@ -124,6 +125,7 @@ def blocks() -> dict[str, str]:
         "peaks": memory_table.peaks_table(peaks["117M"]),
         "early ranks": _early_ranks(),
         "device program": device_program.table(_read("speed/device_program_117M.json")["records"]),
+        "compile times": compile_times.table(_read("speed/compile_times_cpu.json")["seconds"]),
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
         "fine-tuning": _fine_tuning(),

@@ -55,7 +55,7 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
             batch = stacked.get(module, () if any(map(_ATTENTION.search, module)) else None)
             known[i] = KnownAxes(None if batch is None else _to_model(shapes[i], batch))
         around = (module[:length] for length in range(len(module), 0, -1))
-        axis, size = next((layers[outer] for outer in around if outer in layers), (0, 0))
+        axis, size = next((layers[outer] for outer in around if outer in layers), (0, -1))
         if shapes[i][axis : axis + 1] == (size,):
             known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
     return known

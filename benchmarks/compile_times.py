@@ -1,0 +1,81 @@
+"""Processor seconds to compile an update of many leaves: `python -m benchmarks.compile_times`.
+
+Contenders are compiled in turn, so that whatever slows the machine slows all of them, and figures
+are medians. XLA compiles on several cores: processor seconds count all of them.
+"""
+
+import pathlib
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from tqdm import tqdm
+
+from benchmarks import records
+from benchmarks.contenders import CONTENDERS
+
+RESULT = records.RESULTS / "speed" / "compile_times_cpu.json"
+_NAMES = ("adapprox", "adapprox 1 to 64", "adapprox 4 bits", "adapprox_muon 4 bits")
+_MADE = {
+    "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=32),
+    **{name: CONTENDERS[name] for name in _NAMES},
+}
+_KINDS = {"200 of 4 shapes": (200, 4), "200 of 50 shapes": (200, 50)}
+
+
+def compile_seconds(
+    transformation: optax.GradientTransformation, leaves: int, shapes: int
+) -> float:
+    """Processor seconds to compile an update of small matrices of so many shapes."""
+    params = {
+        f"w{i}": jax.ShapeDtypeStruct((64, 64 + i % shapes), jnp.float32) for i in range(leaves)
+    }
+    state = jax.eval_shape(transformation.init, params)
+    lowered = jax.jit(transformation.update).lower(params, state, params)
+    start = time.process_time()
+    lowered.compile()
+    return time.process_time() - start
+
+
+def main(repeats: int = 3, output: pathlib.Path = RESULT) -> None:
+    """Measures, prints a table and writes JSON.
+
+    Args:
+      repeats: Of each contender.
+      output: File for the JSON.
+    """
+    jax.config.update("jax_enable_compilation_cache", False)
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in tqdm(range(repeats), unit="round"):
+        for kind, sizes in _KINDS.items():
+            for name, make in _MADE.items():
+                seconds = compile_seconds(make(), *sizes)
+                found.setdefault(kind, {}).setdefault(name, []).append(seconds)
+    medians = {
+        kind: {name: statistics.median(seconds) for name, seconds in of_kind.items()}
+        for kind, of_kind in found.items()
+    }
+    records.write(output, {**records.header(), "repeats": repeats, "seconds": medians})
+    print(table(medians))
+
+
+def table(medians: dict[str, dict[str, Any]]) -> str:
+    """Seconds, and how many times Adafactor's they are."""
+    titles = [""] + [
+        f"{kind}: {what}" for kind in medians for what in ("seconds", "over adafactor")
+    ]
+    rows = []
+    for name in next(iter(medians.values())):
+        row = [name]
+        for of_kind in medians.values():
+            row += [f"{of_kind[name]:.1f}", f"{of_kind[name] / of_kind['adafactor']:.1f}"]
+        rows.append(row)
+    return records.table(titles, rows)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,226 @@
+"""Breaks the code on purpose, and tells which breaks no test finds: `make mutants`.
+
+Named mutations change results in ways that tests once missed. Drawn ones change an operator, a
+comparison or a number somewhere in `step/` and `linalg/`. Each is run in a copy of the repository,
+until a test fails. What is known of each is kept in a log, so that a run can go on.
+"""
+
+import ast
+import json
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import NamedTuple
+
+import tyro
+from tqdm import tqdm
+
+ROOT = pathlib.Path(__file__).parents[1]
+PACKAGE = pathlib.Path("adapprox_jax")
+_COPIED = ("adapprox_jax", "benchmarks", "examples", "tests", "pyproject.toml")
+_FOLDERS = ("step", "linalg")
+
+
+class Mutant(NamedTuple):
+    """One change of one file."""
+
+    path: str
+    old: str
+    new: str
+    tests: str  # files or folders that are to find it
+
+
+NAMED = {
+    "quotient without the root of the correction": Mutant(
+        "step/matrix.py",
+        "root / jnp.sqrt(scalars.correction)",
+        "root / scalars.correction",
+        "tests/step",
+    ),
+    "unit of errors times the scale without its square": Mutant(
+        "step/matrix.py", "unit * plan.approximation.of_scale(scale)", "unit * scale", "tests/step"
+    ),
+    "ranks chosen before columns are turned": Mutant(
+        "step/phases.py",
+        "each(rank_of, found.plans, factors,",
+        "each(rank_of, found.plans, found.factors,",
+        "tests/step",
+    ),
+    "offset of a share of matrices": Mutant(
+        "sharding/matrix_exchange.py",
+        "axis_index(copies) * (each * R * C)",
+        "axis_index(copies) * (each * R * C) * m",
+        "tests/sharding",
+    ),
+    "axes that do not divide evenly": Mutant(
+        "sharding/matrix_exchange.py",
+        "listed if size % _extent(mesh, listed) == 0 else ()",
+        "listed",
+        "tests/sharding",
+    ),
+    "corrected second moment of Adam": Mutant(
+        "state/from_adam.py",
+        "moments.nu if bias_correction else moments.unbiased_nu()",
+        "moments.unbiased_nu()",
+        "tests/state",
+    ),
+    "two meshes in one tree": Mutant(
+        "sharding/state_shardings.py", " or len(concrete) > 1", "", "tests/sharding"
+    ),
+    "drift and what is cut as a root of squares": Mutant(
+        "state/resize.py",
+        "on_host(leaf.drift).astype(np.float64) + left_out",
+        "np.hypot(on_host(leaf.drift).astype(np.float64), left_out)",
+        "tests/state",
+    ),
+    "growth to the last of the sizes": Mutant(
+        "state/resize.py", "larger[0]", "larger[-1]", "tests/state"
+    ),
+    "matrices of exactly 16 to 1": Mutant(
+        "params/hidden_matrices.py", "long > _MOST", "long >= _MOST", "tests/params"
+    ),
+    "a side of exactly 8": Mutant(
+        "params/hidden_matrices.py", "short < _SHORT", "short <= _SHORT", "tests/params"
+    ),
+    "a last axis of exactly one block": Mutant(
+        "transforms/guided_ema.py", "shape[-1] < BLOCK", "shape[-1] <= BLOCK", "tests/transforms"
+    ),
+    "the same bits for q and u": Mutant(
+        "step/matrix.py",
+        "of_q, of_u = plan.scalars.rounding",
+        "of_q, of_u = (plan.scalars.rounding[0],) * 2",
+        "tests/step",
+    ),
+    "orthogonalizations that do not wait": Mutant(
+        "transforms/orthogonalize.py",
+        "members[0] = begin_after(ready, members[0])",
+        "pass",
+        "tests/transforms tests/optimizers",
+    ),
+}
+_SWAPS: dict[type, type] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.Lt: ast.GtE,
+    ast.LtE: ast.Gt,
+    ast.Gt: ast.LtE,
+    ast.GtE: ast.Lt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+def drawn(count: int, seed: int) -> dict[str, Mutant]:
+    """Mutations of single nodes of the syntax trees, of all that there are."""
+    found = {}
+    for folder in _FOLDERS:
+        for path in sorted((ROOT / PACKAGE / folder).glob("*.py")):
+            source = path.read_text()
+            lines = source.splitlines(keepends=True)
+            places = sum(1 for _ in _nodes(ast.parse(source)))
+            for place in range(places):
+                tree = ast.parse(source)
+                node, what = list(_nodes(tree))[place]
+                start = ast.get_source_segment(source, node) or ""
+                _mutate(node)
+                new = ast.unparse(node)
+                before = (
+                    "".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
+                )
+                name = f"{folder}/{path.name}:{node.lineno}:{node.col_offset} {what}"
+                changed = before + f"({new})" + source[len(before) + len(start) :]
+                found[name] = Mutant(
+                    f"{folder}/{path.name}", source, changed, f"tests/{folder} tests/optimizers"
+                )
+    names = random.Random(seed).sample(sorted(found), min(count, len(found)))
+    return {name: found[name] for name in names}
+
+
+def _nodes(tree: ast.AST):
+    """What can be changed: operators, comparisons and numbers of expressions in functions."""
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        for node in (x for statement in function.body for x in ast.walk(statement)):
+            if isinstance(node, ast.BinOp) and type(node.op) in _SWAPS:
+                yield node, f"{type(node.op).__name__} in {function.name}"
+            elif isinstance(node, ast.Compare) and type(node.ops[0]) in _SWAPS:
+                yield node, f"{type(node.ops[0]).__name__} in {function.name}"
+            elif isinstance(node, ast.BoolOp):
+                yield node, f"{type(node.op).__name__} in {function.name}"
+            elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+                yield node, f"{node.value} in {function.name}"
+
+
+def _mutate(node) -> None:
+    if isinstance(node, ast.Compare):
+        node.ops[0] = _SWAPS[type(node.ops[0])]()
+    elif isinstance(node, ast.Constant):
+        node.value += 1
+    else:
+        node.op = _SWAPS[type(node.op)]()
+
+
+def survives(mutant: Mutant, folder: pathlib.Path, seconds: int) -> bool:
+    """Whether all of a mutant's tests pass. A run that takes too long counts as a failure."""
+    path = folder / PACKAGE / mutant.path
+    source = (ROOT / PACKAGE / mutant.path).read_text()
+    if mutant.old not in source:
+        raise SystemExit(f"{mutant.path} no longer has {mutant.old!r}: mend the list of mutants.")
+    path.write_text(source.replace(mutant.old, mutant.new, 1))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-m", "not slow"]
+    command += ["--quick-compilation", *mutant.tests.split()]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        path.write_text(source)
+    return done.returncode == 0
+
+
+def main(
+    count: int = 0,
+    seed: int = 0,
+    only: str = "",
+    seconds: int = 900,
+    log: pathlib.Path = ROOT / "mutants.jsonl",
+) -> None:
+    """Runs mutants, prints those that no test finds, and exits with 1 if there are any.
+
+    Args:
+      count: How many are drawn. With 0 the named ones are run.
+      seed: Of the draw.
+      only: A part of the names of those to run.
+      seconds: That the tests of one may take.
+      log: What is known already; those are not run again.
+    """
+    mutants = drawn(count, seed) if count else NAMED
+    known = {}
+    if log.exists():
+        known = dict(json.loads(line) for line in log.read_text().splitlines())
+    with tempfile.TemporaryDirectory() as name, log.open("a") as file:
+        folder = pathlib.Path(name)
+        for part in _COPIED:
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            copy(ROOT / part, folder / part)
+        chosen = [name for name in mutants if only in name]
+        for name in tqdm(chosen, unit="mutant"):
+            if name not in known:
+                known[name] = survives(mutants[name], folder, seconds)
+                print(json.dumps([name, known[name]]), file=file, flush=True)
+    survivors = [name for name in chosen if known[name]]
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} found")
+    print("\n".join(survivors))
+    sys.exit(1 if survivors else 0)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

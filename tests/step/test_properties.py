@@ -1,0 +1,141 @@
+"""What holds for every shape, setting and gradient: drawn by hypothesis, the same in every run."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import adapprox_jax
+from adapprox_jax.params.matrix_view import matrix_view, to_matrices
+
+SETTINGS = [
+    {},
+    dict(max_rank=2, oversampling=2),
+    dict(power_iterations=2, warm_start=False, orthogonalization="qr"),
+    dict(approximate="moment", orthogonalization="qr"),
+    dict(approximate="moment", initial_rank=1, max_rank=6, rank_interval=2, error_threshold=0.1),
+    dict(initial_rank=1, max_rank=0.5, rank_interval=1, rank_margin=1),
+    dict(factor_dtype=jnp.bfloat16),
+    dict(eps_root=1e-12, bias_correction=True),
+    dict(rotate=False, oversampling=1),
+]
+KINDS = ["dense", "sparse", "one entry", "constant", "repeated", "rank one", "zero"]
+
+
+@st.composite
+def runs(draw):
+    """Settings, and gradients of one shape."""
+    axes = draw(st.integers(1, 4))
+    longest = {1: 40, 2: 40, 3: 12, 4: 6}[axes]
+    shape = tuple(draw(st.integers(1, longest)) for _ in range(axes))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    first = rng.normal(size=shape)
+    grads = []
+    for kind in draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4)):
+        scale = 10.0 ** draw(st.integers(-30, 30))
+        grads.append((scale * gradient(kind, shape, rng, first)).astype(np.float32))
+    return draw(st.sampled_from(SETTINGS)), grads
+
+
+def gradient(kind, shape, rng, first):
+    """Entries of about one."""
+    if kind == "sparse":
+        return rng.normal(size=shape) * (rng.random(shape) < 0.1)
+    if kind == "one entry":
+        grad = np.zeros(shape)
+        grad[tuple(rng.integers(0, size) for size in shape)] = 1
+        return grad
+    if kind == "rank one":
+        sides = (
+            rng.normal(size=(1,) * i + (n,) + (1,) * (len(shape) - i - 1))
+            for i, n in enumerate(shape)
+        )
+        return np.asarray(np.prod(np.broadcast_arrays(*sides), axis=0))
+    named = {"constant": np.ones(shape), "repeated": first, "zero": np.zeros(shape)}
+    return named.get(kind, rng.normal(size=shape))
+
+
+def matrices(array, shape):
+    """(..., m, n) with m at most n, in float64."""
+    found = np.asarray(to_matrices(np.asarray(array, np.float64), matrix_view(shape)))
+    return found if found.shape[-2] <= found.shape[-1] else np.swapaxes(found, -1, -2)
+
+
+def check_step(settings, grad, updates, last, state):
+    shape = grad.shape
+    assert np.all(np.isfinite(updates))
+    # G / sqrt(b2 V + (1 - b2) G^2), and the first with a corrected V is one.
+    largest = 1.001 * 1000**0.5
+    assert np.max(np.abs(updates), initial=0) <= largest
+    types = [(x.shape, x.dtype) for x in jax.tree.leaves(last)]
+    assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    if state.q.ndim == state.rank.ndim:  # not factored
+        return
+    is_moment = settings.get("approximate") == "moment"
+    g = np.abs(matrices(grad, shape))
+    old, new = (
+        np.maximum(
+            np.asarray(s.q, np.float64) @ np.swapaxes(np.asarray(s.u, np.float64), -1, -2),
+            0 if s is last else -np.inf,
+        )
+        for s in (last, state)
+    )
+    target = 0.999 * old + 0.001 * g**2 if is_moment else np.sqrt(0.999 * old**2 + 0.001 * g**2)
+    norm = np.linalg.norm(target, axis=(-2, -1))
+    left = np.linalg.norm(target - new, axis=(-2, -1))
+    true = left / np.where(norm == 0, 1, norm)
+    # Below what float32 holds there is nothing to approximate.
+    counts = norm > 1e-30
+    assert np.all(np.asarray(state.error, float)[counts] >= true[counts] - 0.01)
+    assert np.all(np.asarray(state.error, float)[counts] <= true[counts] + 0.01)
+    assert np.all(np.asarray(state.rank) >= 1)
+
+
+def check(run):
+    settings, grads = run
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
+    state, update = tx.init(grads[0]), jax.jit(tx.update)
+    for grad in grads:
+        updates, new = update(grad, state)
+        check_step(settings, grad, np.asarray(updates, np.float64), state, new)
+        state = new
+
+
+def examples(count):
+    return hypothesis.settings(
+        derandomize=True,
+        deadline=None,
+        max_examples=count,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        database=None,
+    )
+
+
+@examples(15)
+@hypothesis.given(runs())
+def test_steps(run):
+    check(run)
+
+
+@examples(15)
+@hypothesis.given(runs())
+def test_steps_of_accelerators(in_phases, run):
+    in_phases()
+    check(run)
+
+
+@pytest.mark.slow
+@examples(200)
+@hypothesis.given(runs())
+def test_many_steps(run):
+    check(run)
+
+
+@pytest.mark.slow
+@examples(200)
+@hypothesis.given(runs())
+def test_many_steps_of_accelerators(in_phases, run):
+    in_phases()
+    check(run)
