@@ -63,18 +63,23 @@ def matrices(array, shape):
     return found if found.shape[-2] <= found.shape[-1] else np.swapaxes(found, -1, -2)
 
 
-def check_step(settings, grad, updates, last, state):
+def check_step(settings, grad, largest, updates, last, state):
     shape = grad.shape
     assert np.all(np.isfinite(updates))
-    # G / sqrt(b2 V + (1 - b2) G^2), and the first with a corrected V is one.
-    largest = 1.001 * 1000**0.5
-    assert np.max(np.abs(updates), initial=0) <= largest
     types = [(x.shape, x.dtype) for x in jax.tree.leaves(last)]
     assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
-    if state.q.ndim == state.rank.ndim:  # not factored
-        return
+    is_factored = state.q.ndim > state.rank.ndim
     is_moment = settings.get("approximate") == "moment"
+    if (is_moment or not is_factored) and largest > 1e18:
+        return  # V is beyond the range of float32
+    # G / sqrt(b2 V + (1 - b2) G^2), and the first with a corrected V is one.
+    assert np.max(np.abs(updates), initial=0) <= 1.001 * 1000**0.5
+    if not is_factored:
+        return
     g = np.abs(matrices(grad, shape))
+    # Numbers that left the range leave the factors: where gradients are far beyond all before.
+    far = np.max(g, axis=(-2, -1)) > 1e12 * np.max(np.abs(np.asarray(last.u, float)), axis=(-2, -1))
+    stays = far & np.all(state.u == last.u, axis=(-2, -1))
     old, new = (
         np.maximum(
             np.asarray(s.q, np.float64) @ np.swapaxes(np.asarray(s.u, np.float64), -1, -2),
@@ -86,10 +91,10 @@ def check_step(settings, grad, updates, last, state):
     norm = np.linalg.norm(target, axis=(-2, -1))
     left = np.linalg.norm(target - new, axis=(-2, -1))
     true = left / np.where(norm == 0, 1, norm)
-    # Below what float32 holds there is nothing to approximate.
-    counts = norm > 1e-30
-    assert np.all(np.asarray(state.error, float)[counts] >= true[counts] - 0.01)
-    assert np.all(np.asarray(state.error, float)[counts] <= true[counts] + 0.01)
+    # The squares of gradients below 1e-29 vanish on CPUs.
+    counts = (norm > 1e-26) & ~stays
+    difference = np.abs(np.asarray(state.error, float) - true)[counts]
+    assert np.all(difference <= 0.01), (settings, shape, true, state.error)
     assert np.all(np.asarray(state.rank) >= 1)
 
 
@@ -97,9 +102,11 @@ def check(run):
     settings, grads = run
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
     state, update = tx.init(grads[0]), jax.jit(tx.update)
+    largest = 0
     for grad in grads:
         updates, new = update(grad, state)
-        check_step(settings, grad, np.asarray(updates, np.float64), state, new)
+        largest = max(largest, np.max(np.abs(grad)))
+        check_step(settings, grad, largest, np.asarray(updates, np.float64), state, new)
         state = new
 
 
@@ -110,6 +117,7 @@ def examples(count):
         max_examples=count,
         suppress_health_check=list(hypothesis.HealthCheck),
         database=None,
+        phases=[hypothesis.Phase.generate],  # to shrink an example takes minutes
     )
 
 
