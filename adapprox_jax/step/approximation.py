@@ -5,7 +5,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Approximate: TypeAlias = Literal["moment", "root"]
 
@@ -16,8 +15,8 @@ class Approximation(NamedTuple):
     of_moment: Callable[[Any], Any]  # V -> target
     root: Callable[[jax.Array], jax.Array]  # target -> sqrt(V)
     of_scale: Callable[[jax.Array], jax.Array]  # divisor of G -> divisor of the target
-    # target, G, b2, whether they may have any scale -> the target of b2 V + (1 - b2) G^2
-    average: Callable[[jax.Array, jax.Array, Any, bool], jax.Array]
+    # target, G, b2 -> the target of b2 V + (1 - b2) G^2
+    average: Callable[[jax.Array, jax.Array, Any], jax.Array]
     drift_decay: Callable[[Any], Any]  # b2 -> how a distance of targets shrinks over one average
     # Whether entries of the target are squares of gradients: to be divided by a scale that follows
     # the gradient, which is one more reading of it.
@@ -33,18 +32,9 @@ def average_of_moments(moment: jax.Array, grad: jax.Array, b2: Any) -> jax.Array
     return moment * b2 + jnp.square(grad) * (1 - b2)
 
 
-def _average_of_roots(root: jax.Array, grad: jax.Array, b2: Any, any_scale: bool) -> jax.Array:
+def _average_of_roots(root: jax.Array, grad: jax.Array, b2: Any) -> jax.Array:
     """sqrt(b2 V + (1 - b2) G^2) from the root of V, which is not negative."""
-    if not any_scale:
-        moment = average_of_moments(jnp.square(root), grad, b2)
-        # Where a square vanishes the root stays above the share of the newest gradient.
-        least = jnp.where(grad == 0, 0, float(np.finfo(moment.dtype).tiny))
-        return jnp.sqrt(jnp.maximum(moment, least))
     return hypotenuse(jnp.sqrt(b2) * root, jnp.sqrt(1 - b2) * jnp.abs(grad)).astype(root.dtype)
-
-
-def _average_of_moments(moment: jax.Array, grad: jax.Array, b2: Any, _: bool) -> jax.Array:
-    return average_of_moments(moment, grad, b2)
 
 
 def hypotenuse(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -59,7 +49,7 @@ APPROXIMATIONS: dict[str, Approximation] = {
         of_moment=_identity,
         root=jnp.sqrt,
         of_scale=jnp.square,
-        average=_average_of_moments,
+        average=average_of_moments,
         drift_decay=_identity,
         is_square=True,
     ),

@@ -2,10 +2,9 @@
 
 The functions stand in the order of the work (`phases` calls them). Shapes: the target A is (m, n)
 with m at most n, q is (m, width) and u = A^T q is (n, width). The gradient may hold A's transpose:
-then q stands along its axis 1. Nothing loops here, and only `scale_of` branches, so that `jax.vmap`
-makes a stack of matrices of one. What takes a `Matrix` is a pass over it: the target is made anew
-in each, and a pass over a part of the rows of the gradient gives that part of the result, or a term
-of it.
+then q stands along its axis 1. Nothing loops or branches here, so that `jax.vmap` makes a stack of
+matrices of one. What takes a `Matrix` is a pass over it: the target is made anew in each, and a
+pass over a part of the rows of the gradient gives that part of the result, or a term of it.
 """
 
 import dataclasses
@@ -102,20 +101,12 @@ def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
     """What G is divided by: a power of two about as large as the root of V, or as G where V is 0.
 
     Squares of what is divided by it neither overflow nor vanish, and to undo the division rounds
-    nothing. 1 where no square is taken: of the root, on platforms that average it at any scale.
+    nothing. 1 where no square is kept.
     """
-    is_square = plan.approximation.is_square
-    if not is_square and plan.platform.averages_at_any_scale:
+    if not plan.approximation.is_square:
         return jnp.ones_like(largest_u)
     root = plan.approximation.root(largest_u)
-
-    def largest_gradient(grad: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(grad)).astype(root.dtype)
-
-    if is_square:  # it overflows at gradients that are merely 1e9 times those before
-        largest = jnp.maximum(root, largest_gradient(grad))
-    else:
-        largest = jax.lax.cond(root > 0, lambda _: root, largest_gradient, grad)
+    largest = jnp.maximum(root, jnp.max(jnp.abs(grad)).astype(root.dtype))
     # A step does not depend on the scale, but a derivative through it may overflow.
     scale = 2 * power_of_two_below(jax.lax.stop_gradient(largest))
     return jnp.where(largest > 0, jnp.clip(scale, 2.0**-40, 2.0**60), 1)
@@ -139,8 +130,7 @@ def target_of(plan: Plan, matrix: Matrix) -> jax.Array:
     q, u = (x.astype(matrix.scale.dtype) for x in (matrix.q, matrix.u))
     last = product_of(plan, Factors(q, u / plan.approximation.of_scale(matrix.scale)))
     last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)
-    any_scale = plan.platform.averages_at_any_scale
-    return plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2, any_scale)
+    return plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2)
 
 
 def product_of(plan: Plan, factors: Factors) -> jax.Array:

@@ -14,9 +14,6 @@ class Platform:
 
     leaf_after_leaf: bool
     """The whole step of a leaf is done before that of the next; else phases go over all leaves."""
-    averages_at_any_scale: bool
-    """Roots are averaged entry by entry at any scale, which takes one more division; else they are
-    divided by a scale of the matrix, whose first choice takes a branch."""
     fuses_outer_products: bool
     """q u^T of few columns is a sum of outer products, which is never written to memory."""
     most_parts: int
@@ -43,7 +40,6 @@ class Platform:
 
 CPU = Platform(
     leaf_after_leaf=True,
-    averages_at_any_scale=False,
     fuses_outer_products=False,
     most_parts=1,
     largest_whole=2**23,
@@ -58,7 +54,6 @@ CPU = Platform(
 )
 ACCELERATOR = Platform(
     leaf_after_leaf=False,
-    averages_at_any_scale=True,
     fuses_outer_products=True,
     most_parts=64,
     largest_whole=None,

@@ -77,9 +77,6 @@ def check_step(settings, grad, largest, updates, last, state):
     if not is_factored:
         return
     g = np.abs(matrices(grad, shape))
-    # Numbers that left the range leave the factors: where gradients are far beyond all before.
-    far = np.max(g, axis=(-2, -1)) > 1e12 * np.max(np.abs(np.asarray(last.u, float)), axis=(-2, -1))
-    stays = far & np.all(state.u == last.u, axis=(-2, -1))
     old, new = (
         np.maximum(
             np.asarray(s.q, np.float64) @ np.swapaxes(np.asarray(s.u, np.float64), -1, -2),
@@ -91,8 +88,8 @@ def check_step(settings, grad, largest, updates, last, state):
     norm = np.linalg.norm(target, axis=(-2, -1))
     left = np.linalg.norm(target - new, axis=(-2, -1))
     true = left / np.where(norm == 0, 1, norm)
-    # The squares of gradients below 1e-29 vanish on CPUs.
-    counts = (norm > 1e-26) & ~stays
+    # Products of numbers below that vanish.
+    counts = norm > 1e-26
     difference = np.abs(np.asarray(state.error, float) - true)[counts]
     assert np.all(difference <= 0.01), (settings, shape, true, state.error)
     assert np.all(np.asarray(state.rank) >= 1)
