@@ -218,9 +218,8 @@ def test_adaptive_ranks_have_one_branch_on_accelerators():
 
 
 def test_the_platform_decides_and_not_the_host():
-    """On this host, which has a CPU, the program for one still measures in a branch."""
-    assert branches(lowered("cpu"))
-    assert not branches(lowered("cuda"))
+    """On this host, which has a CPU, rounds are a loop for one, and written out for others."""
+    assert lowered("cpu").count("stablehlo.while") > lowered("cuda").count("stablehlo.while")
 
 
 def test_small_leaves_are_summed_together_on_accelerators_and_one_by_one_on_cpus():
