@@ -20,6 +20,8 @@ MANY = 8  # fewer take no longer one by one
 def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
     """Groups trees of arrays of the same shapes, types and kind. Large ones and few are alone.
 
+    So is each on a mesh, even of one device, where arrays of one shape may be sharded otherwise.
+
     Args:
       trees: The first array of each tells whether it is large.
       kinds: What else must be equal, or None for a tree that is to be alone.
@@ -28,10 +30,11 @@ def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
       The places of the members of each group.
     """
     groups: dict[Any, list[int]] = {}
+    on_mesh = not jax.sharding.get_abstract_mesh().empty
     for i, (tree, kind) in enumerate(zip(trees, kinds, strict=True)):
         arrays = jax.tree.leaves(tree)
         key = kind, tuple((x.shape, x.dtype) for x in arrays)
-        alone = kind is None or arrays[0].size > _SMALL
+        alone = on_mesh or kind is None or arrays[0].size > _SMALL
         groups.setdefault(i if alone else key, []).append(i)
     parts = ([group] if len(group) >= MANY else [[i] for i in group] for group in groups.values())
     return [part for several in parts for part in several]

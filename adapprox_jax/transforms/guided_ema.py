@@ -258,7 +258,7 @@ def _average_leaves(
 ) -> list[tuple[Any, Any, Any]]:
     """What is emitted of the new average of each leaf, float32 or wider, and what is stored."""
 
-    def averaged(update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def averaged(update: jax.Array, last: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
         dtype = wide_dtype(update.dtype)
         wide = update.astype(dtype)
         average = jnp.asarray(rule.b1 * last.astype(dtype) + (1 - rule.b1) * wide)
@@ -271,7 +271,7 @@ def _average_leaves(
         update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
         codes = begin_late_on_cpu(update, codes)
-        average, emitted = averaged(update, dequantize(codes, scales, update.shape[-1]))
+        average, emitted = averaged(update, dequantize(codes, scales, update.shape[-1]), step)
         noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
         return emitted, *quantize(average, rule.bits or 0, noise)
 
@@ -284,7 +284,7 @@ def _average_leaves(
         elif mu.shape != update.shape:
             raise ValueError(f"{name}: got shape {update.shape}; expected {mu.shape}.")
         else:
-            average, emitted = averaged(update, mu)
+            average, emitted = averaged(update, mu, step)
             results[i] = emitted, average.astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from adapprox_jax.step.alike import MANY, unstacked
@@ -50,6 +52,28 @@ def test_a_program_does_not_grow_with_alike_leaves():
         return jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text().count(" while(")
 
     assert loops(MANY) == loops(3 * MANY) < loops(MANY - 1)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_many_leaves_on_a_mesh_with_explicit_axes(name, devices):
+    """Of one shape and sharded in two ways, so that they are no stack."""
+    axes = dict(axis_types=(AxisType.Explicit,), devices=jax.devices()[:devices])
+    mesh = jax.make_mesh((devices,), ("x",), **axes)
+    tx, grads = TRANSFORMATIONS[name](), gradients(MANY + 1)
+    specs = {leaf: P("x", None) if int(leaf[1:]) % 2 else P(None, "x") for leaf in grads}
+    expected = jax.jit(tx.update)(grads, tx.init(grads), grads)[0]
+    with jax.set_mesh(mesh):
+        sharded = {
+            leaf: jax.device_put(x, NamedSharding(mesh, specs[leaf])) for leaf, x in grads.items()
+        }
+        state = jax.jit(tx.init)(sharded)
+        updates, new = jax.jit(tx.update)(sharded, state, sharded)
+    assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
+    for leaf in grads:
+        # On a mesh directions are made of products in bfloat16, five times.
+        difference = np.linalg.norm(updates[leaf] - expected[leaf])
+        assert difference <= (0.05 if name == "muon" else 1e-4) * np.linalg.norm(expected[leaf])
 
 
 def test_unstacked():
