@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
 import tyro
@@ -21,7 +22,11 @@ from tqdm import tqdm
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = pathlib.Path("adapprox_jax")
 _COPIED = ("adapprox_jax", "benchmarks", "examples", "tests", "pyproject.toml")
-_FOLDERS = ("step", "linalg")
+# Of drawn ones, by the folder that they are in: those that find most come first.
+_TESTS = {
+    "step": "tests/step/test_reference.py tests/step tests/optimizers",
+    "linalg": "tests/linalg tests/step/test_reference.py tests/step tests/optimizers",
+}
 
 
 class Mutant(NamedTuple):
@@ -120,7 +125,7 @@ _SWAPS: dict[type, type] = {
 def drawn(count: int, seed: int) -> dict[str, Mutant]:
     """Mutations of single nodes of the syntax trees, of all that there are."""
     found = {}
-    for folder in _FOLDERS:
+    for folder, tests in _TESTS.items():
         for path in sorted((ROOT / PACKAGE / folder).glob("*.py")):
             source = path.read_text()
             lines = source.splitlines(keepends=True)
@@ -136,9 +141,7 @@ def drawn(count: int, seed: int) -> dict[str, Mutant]:
                 )
                 name = f"{folder}/{path.name}:{node.lineno}:{node.col_offset} {what}"
                 changed = before + f"({new})" + source[len(before) + len(start) :]
-                found[name] = Mutant(
-                    f"{folder}/{path.name}", source, changed, f"tests/{folder} tests/optimizers"
-                )
+                found[name] = Mutant(f"{folder}/{path.name}", source, changed, tests)
     names = random.Random(seed).sample(sorted(found), min(count, len(found)))
     return {name: found[name] for name in names}
 
@@ -168,21 +171,21 @@ def _mutate(node) -> None:
         node.op = _SWAPS[type(node.op)]()
 
 
-def survives(mutant: Mutant, folder: pathlib.Path, seconds: int) -> bool:
+def survives(mutant: Mutant, seconds: int) -> bool:
     """Whether all of a mutant's tests pass. A run that takes too long counts as a failure."""
-    path = folder / PACKAGE / mutant.path
-    source = (ROOT / PACKAGE / mutant.path).read_text()
-    if mutant.old not in source:
-        raise SystemExit(f"{mutant.path} no longer has {mutant.old!r}: mend the list of mutants.")
-    path.write_text(source.replace(mutant.old, mutant.new, 1))
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "-m", "not slow"]
-    command += ["--quick-compilation", *mutant.tests.split()]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    finally:
-        path.write_text(source)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        for part in _COPIED:
+            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            copy(ROOT / part, folder / part)
+        path = folder / PACKAGE / mutant.path
+        path.write_text(path.read_text().replace(mutant.old, mutant.new, 1))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow"]
+        command += ["--quick-compilation", *mutant.tests.split()]
+        try:
+            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
     return done.returncode == 0
 
 
@@ -190,7 +193,8 @@ def main(
     count: int = 0,
     seed: int = 0,
     only: str = "",
-    seconds: int = 900,
+    jobs: int = 2,
+    seconds: int = 1800,
     log: pathlib.Path = ROOT / "mutants.jsonl",
 ) -> None:
     """Runs mutants, prints those that no test finds, and exits with 1 if there are any.
@@ -199,6 +203,7 @@ def main(
       count: How many are drawn. With 0 the named ones are run.
       seed: Of the draw.
       only: A part of the names of those to run.
+      jobs: How many are run at once.
       seconds: That the tests of one may take.
       log: What is known already; those are not run again.
     """
@@ -206,16 +211,17 @@ def main(
     known = {}
     if log.exists():
         known = dict(json.loads(line) for line in log.read_text().splitlines())
-    with tempfile.TemporaryDirectory() as name, log.open("a") as file:
-        folder = pathlib.Path(name)
-        for part in _COPIED:
-            copy = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
-            copy(ROOT / part, folder / part)
-        chosen = [name for name in mutants if only in name]
-        for name in tqdm(chosen, unit="mutant"):
-            if name not in known:
-                known[name] = survives(mutants[name], folder, seconds)
-                print(json.dumps([name, known[name]]), file=file, flush=True)
+    chosen = [name for name in mutants if only in name]
+    for name in chosen:
+        path, old = mutants[name].path, mutants[name].old
+        if old not in (ROOT / PACKAGE / path).read_text():
+            raise SystemExit(f"{path} no longer has {old!r}: mend the list of mutants.")
+    left = [name for name in chosen if name not in known]
+    with ThreadPoolExecutor(jobs) as pool, log.open("a") as file:
+        runs = {pool.submit(survives, mutants[name], seconds): name for name in left}
+        for run in tqdm(as_completed(runs), total=len(left), unit="mutant"):
+            known[runs[run]] = run.result()
+            print(json.dumps([runs[run], run.result()]), file=file, flush=True)
     survivors = [name for name in chosen if known[name]]
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} found")
     print("\n".join(survivors))
