@@ -97,6 +97,7 @@ def _adapprox_muon(**settings: Any) -> optax.GradientTransformation:
 CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
     "adafactor": lambda: adafactor(RATE),
+    "adafactor 4 bits": lambda: adafactor(RATE, mu_dtype="int4"),
     "adapprox": _adapprox,
     "adapprox rank 16": lambda: _adapprox(max_rank=16),
     "adapprox 8 bits": lambda: _adapprox(mu_dtype="int8"),

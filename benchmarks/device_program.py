@@ -25,9 +25,10 @@ from benchmarks.steps import update_step
 RESULTS = records.RESULTS / "speed"
 STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
 ROWS = (
-    *("adamw", "adafactor", "came", "muon", "adapprox_muon", "adapprox_muon rank 8"),
+    *("adamw", "adafactor", "adafactor 4 bits", "came"),
+    *("muon", "adapprox_muon", "adapprox_muon rank 8"),
     "adapprox_muon 4 bits",
-    *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 1 to 64"),
+    *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 4 bits", "adapprox 1 to 64"),
     *(f"adapprox{STACKED}", f"adapprox rank 16{STACKED}"),
 )
 

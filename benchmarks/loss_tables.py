@@ -77,13 +77,23 @@ def summarize(rows: Iterable[Mapping[str, Any]]) -> Results:
     return found
 
 
+def paired(one: Summary, other: Summary) -> list[float]:
+    """The differences of losses over the seeds that both have."""
+    seeds = one.losses.keys() & other.losses.keys()
+    return [one.losses[seed] - other.losses[seed] for seed in sorted(seeds)]
+
+
 def difference(one: Summary, other: Summary) -> str:
     """The mean difference over the seeds of both, with its standard error; empty where none is."""
-    seeds = one.losses.keys() & other.losses.keys()
-    differences = [one.losses[seed] - other.losses[seed] for seed in sorted(seeds)]
+    differences = paired(one, other)
     if not differences or not all(map(math.isfinite, differences)):
         return ""
     return with_error(differences, "+.4f")
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of the mean of at least two values."""
+    return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def with_error(values: Iterable[float], form: str = ".4f") -> str:
@@ -92,8 +102,7 @@ def with_error(values: Iterable[float], form: str = ".4f") -> str:
     mean = format(statistics.mean(values), form)
     if len(values) == 1:
         return mean
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    return f"{mean} ± {format(error, form.removeprefix('+'))}"
+    return f"{mean} ± {format(standard_error(values), form.removeprefix('+'))}"
 
 
 def _loss(one: Summary) -> str:
@@ -142,56 +151,113 @@ def comparison(
     return records.table(titles, rows)
 
 
-def differences(results: Results, pairs: Iterable[tuple[str, str]], settings: Sequence[str]) -> str:
-    """Differences of pairs of contenders, paired by seed."""
-    rows = []
-    for one, other in pairs:
-        cells = [f"{one}, minus {other}"]
-        for setting in settings:
-            found = [results.get((setting, name)) for name in (one, other)]
-            cells.append("" if None in found else difference(*found))
-        rows.append(cells)
-    return records.table(["", *settings], rows)
+def best_of(results: Results, names: Iterable[str], setting: str) -> Summary:
+    """The contender of some with the least mean loss in a setting."""
+    return min((results[setting, name] for name in names), key=lambda one: one.mean)
 
 
-def changes(results: Results, of: Mapping[str, Sequence[str]], setting: str) -> str:
-    """What changes of single settings are worth, as paired differences from the default.
+def shown(
+    results: Results,
+    names: Mapping[str, Sequence[str]],
+    settings: Sequence[str],
+    sizes: Mapping[str, float],
+) -> str:
+    """A row for each name, with its difference from the first one, paired by seed.
 
     Args:
       results: The summaries.
-      of: By the name of a contender, what its variants have behind that name.
-      setting: Where.
+      names: By the name of a row its contenders, of which each setting shows the best.
+      settings: Each has two columns.
+      sizes: Bytes of state per parameter of a larger model, by the name of the row.
     """
+    titles = ["", "bytes per parameter, 0.9M model", "117M model"]
+    for setting in settings:
+        titles += [f"{setting}: loss", f"minus {next(iter(names))}'s"]
     rows = []
-    for base, variants in of.items():
-        for variant in variants:
-            one = results[setting, f"{base} {variant}"]
-            cells = [f"{one.bytes_a_parameter:.2f}", difference(one, results[setting, base])]
-            rows.append([f"{base} {variant}", *cells, str(len(one.losses)), f"{one.rate:.3g}"])
-    titles = ["", "bytes per parameter", "loss minus that of the default", "seeds", "peak rate"]
+    for name, contenders in names.items():
+        found = [best_of(results, contenders, setting) for setting in settings]
+        cells = [name, f"{found[0].bytes_a_parameter:.2f}"]
+        cells.append(f"{sizes[name]:.2f}" if name in sizes else "")
+        for one, setting in zip(found, settings, strict=True):
+            base = best_of(results, next(iter(names.values())), setting)
+            cells += [_loss(one), "" if one is base else difference(one, base)]
+        rows.append(cells)
     return records.table(titles, rows)
 
 
-def draw(
-    results: Results, names: Sequence[str], settings: Sequence[str], path: pathlib.Path
+def draw_points(
+    results: Results,
+    names: Mapping[str, Sequence[str]],
+    offsets: Mapping[str, tuple[float, float]],
+    settings: Sequence[str],
+    path: pathlib.Path,
 ) -> None:
-    """Draws loss against bytes of state per parameter, a setting a panel."""
-    figure = Figure(figsize=(5 * len(settings) + 4, 5), layout="constrained")
-    panels = figure.subplots(1, len(settings), squeeze=False)
-    for setting, axes in zip(settings, panels[0], strict=True):
-        for number, name in enumerate(names):
-            one = results.get((setting, name))
-            if one is None or not math.isfinite(one.mean):
-                continue
-            marker = "os^vD"[number // 10 % 5]
-            axes.scatter(
-                one.bytes_a_parameter, one.mean, marker=marker, color=f"C{number % 10}", label=name
+    """Draws loss against bytes of state per parameter, one setting above the other.
+
+    Args:
+      results: The summaries.
+      names: By the label of a dot its contenders, of which each setting shows the best.
+      offsets: Where the label is, in points from the dot.
+      settings: Each has a panel.
+      path: Of the picture.
+    """
+    figure = Figure(figsize=(6, 2.7 * len(settings)), layout="constrained")
+    for setting, axes in zip(settings, figure.subplots(len(settings)), strict=True):
+        for name, contenders in names.items():
+            one = best_of(results, contenders, setting)
+            place = one.bytes_a_parameter, one.mean
+            color = "C0" if name.startswith("adapprox") else "0.45"
+            axes.scatter(*place, color=color, s=45)
+            axes.annotate(
+                name, place, offsets[name], textcoords="offset points", ha="center", color=color
             )
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.set(title=setting, xlabel="bytes of optimizer state per parameter")
+        axes.set(title=f"trained on {setting}", ylabel="validation loss")
+        axes.margins(x=0.12, y=0.2)
         axes.grid(alpha=0.3)
-    panels[0, 0].set_ylabel("validation loss (nats per token)")
-    handles, labels = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
-    figure.savefig(path, dpi=120)
+    axes.set_xlabel("bytes of optimizer state per parameter")
+    figure.savefig(path, dpi=150)
+
+
+def draw_differences(
+    results: Results,
+    pairs: Mapping[str, tuple[str, str]],
+    settings: Sequence[str],
+    path: pathlib.Path,
+) -> None:
+    """Draws differences of losses, paired by seed, as dots with standard errors.
+
+    Args:
+      results: The summaries.
+      pairs: By the label of a row two contenders: the loss of the first minus that of the second.
+      settings: Each has a color.
+      path: Of the picture.
+    """
+    lines = sum(label.count("\n") + 1 for label in pairs)
+    figure = Figure(figsize=(8, 0.8 + 0.25 * lines), layout="constrained")
+    axes = figure.subplots()
+    for number, setting in enumerate(settings):
+        for row, (one, other) in enumerate(pairs.values()):
+            if (setting, one) not in results or (setting, other) not in results:
+                continue
+            values = paired(results[setting, one], results[setting, other])
+            axes.errorbar(
+                statistics.mean(values),
+                row + 0.22 * (number - (len(settings) - 1) / 2),
+                xerr=standard_error(values) if len(values) > 1 else None,
+                fmt="os"[number] if len(values) > 1 else "x",
+                color=f"C{number}",
+                markersize=4,
+                label=setting,
+            )
+    axes.axvline(0, color="0.5", linewidth=1)
+    axes.set_yticks(range(len(pairs)), list(pairs), fontsize="small")
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("difference of validation losses")
+    if len(settings) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        axes.legend(unique.values(), unique.keys(), loc="upper right")
+    figure.savefig(path, dpi=130)

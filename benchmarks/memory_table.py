@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 import adapprox_jax
 from benchmarks import records
-from benchmarks.contenders import DECAY, RATE, adafactor
+from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from benchmarks.opponents.came import came
 from benchmarks.steps import training_step
@@ -74,6 +74,14 @@ OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
     }.items()
 }
 
+# More rows of states.
+BESIDE: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "Adafactor, average in 4 bits": CONTENDERS["adafactor 4 bits"],
+    "Muon": CONTENDERS["muon"],
+    "adapprox_muon": CONTENDERS["adapprox_muon"],
+    "adapprox_muon, average in 4 bits": CONTENDERS["adapprox_muon 4 bits"],
+}
+
 # Rows of the peaks. "A quarter" of the smaller side is a fixed rank.
 PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "AdamW": lambda: ROWS["AdamW"](0.9),
@@ -105,7 +113,7 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     papers = {name: row[column] for name, row in PAPER_MIB.items() if row[column] is not None}
     optimizers = {name: ROWS[name](b1) for name in papers}
     if b1:
-        optimizers |= {name: make() for name, make in OURS.items()}
+        optimizers |= {name: make() for name, make in (OURS | BESIDE).items()}
     found = {}
     for name, tx in optimizers.items():
         state = jax.eval_shape(tx.init, shapes)
@@ -213,7 +221,7 @@ def our_table(tables: Tables) -> str:
     rows = [
         [name, f"{one['mib']:.1f}", f"{one['bytes_a_parameter']:.2f}"]
         for name, one in of_model.items()
-        if name == "AdamW" or name in OURS
+        if name == "AdamW" or name in OURS | BESIDE
     ]
     return records.table(["", "MiB", "bytes per parameter"], rows)
 

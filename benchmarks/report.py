@@ -26,60 +26,55 @@ from benchmarks import (
 )
 
 ROOT = records.RESULTS.parent
-PICTURE = records.RESULTS / "loss" / "loss_against_bytes.png"
+PICTURES = records.RESULTS / "loss"
 
 BEST_ADAMW = "AdamW b2 0.999, clipped, other parameters x8"
 _X8 = "other parameters x8"
-_INCREASING = "adapprox 4 bits, b2 1 - t^-0.8, other parameters x8"
+_INCREASING = f"adapprox 4 bits, b2 1 - t^-0.8, {_X8}"
 _MUON_X2 = "Muon b1 0.8, other parameters x2"
-FIRST = (
-    *("adapprox", "adapprox 8 bits", "adapprox 4 bits", _INCREASING),
-    *("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW 8 bits, b2 0.999, clipped"),
-    *("Adafactor", "Adafactor 4 bits", f"Adafactor 4 bits, {_X8}"),
-    *("adapprox_muon", "adapprox_muon 4 bits", "adapprox_muon defaults"),
-    *("Muon", _MUON_X2, "NorMuon", "AdaMuon"),
-)
+TEXTS = ("code", "prose")
+# What is shown first, by the name there: contenders, of which the best one stands for each text,
+# and where the picture has the name, in points beside the dot.
+SHOWN = {
+    "AdamW": (("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW b2 0.95, clipped"), (-4, -14)),
+    "AdamW, 8 bits": (("AdamW 8 bits, b2 0.999, clipped",), (0, 8)),
+    "Adafactor, 4 bits": (("Adafactor 4 bits", f"Adafactor 4 bits, {_X8}"), (16, -15)),
+    "Muon": (("Muon", _MUON_X2, "Muon clipped"), (0, 8)),
+    "NorMuon": (("NorMuon",), (0, -15)),
+    "adapprox": (("adapprox",), (0, 8)),
+    "adapprox, 4 bits": (("adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING), (14, 8)),
+    "adapprox_muon, 4 bits": (("adapprox_muon 4 bits",), (30, 8)),
+}
+_SHOWN_NAMES = {name: contenders for name, (contenders, _) in SHOWN.items()}
 COMPARED = (
-    *FIRST,
-    *(f"adapprox 4 bits, {_X8}", "adapprox no average"),
-    *("adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
-    *("adapprox_muon 4 bits, rank 2", "adapprox_muon no average"),
-    *("AdamW b2 0.95", "AdamW b2 0.95, clipped", "AdamW b2 0.99, clipped"),
-    f"AdamW b2 0.95, clipped, {_X8}",
-    *("AdamW 8 bits, b2 0.95, clipped", "Adafactor b2 0.99"),
-    *("Muon clipped", "CAME", "GaLore b2 0.95, clipped", "SM3", "SM3 no decay"),
+    *("adapprox", "adapprox 8 bits", "adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING),
+    "adapprox no average",
+    *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
+    *("adapprox_muon 4 bits", "adapprox_muon 4 bits, rank 2", "adapprox_muon defaults"),
+    "adapprox_muon no average",
+    *("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW b2 0.95", "AdamW b2 0.95, clipped"),
+    *("AdamW b2 0.99, clipped", f"AdamW b2 0.95, clipped, {_X8}"),
+    *("AdamW 8 bits, b2 0.999, clipped", "AdamW 8 bits, b2 0.95, clipped"),
+    *("Adafactor", "Adafactor 4 bits", f"Adafactor 4 bits, {_X8}", "Adafactor b2 0.99"),
+    *("Muon", "Muon clipped", _MUON_X2, "NorMuon", "AdaMuon"),
+    *("CAME", "GaLore b2 0.95, clipped", "SM3", "SM3 no decay"),
 )
 PAIRS = (
     ("adapprox", "AdamW b2 0.999, clipped"),
     ("adapprox", "Adafactor"),
     ("adapprox 4 bits", "adapprox"),
-    ("adapprox 4 bits", "AdamW b2 0.999, clipped"),
     ("adapprox 4 bits", "Adafactor 4 bits"),
     (f"adapprox 4 bits, {_X8}", f"Adafactor 4 bits, {_X8}"),
     (_INCREASING, BEST_ADAMW),
     (_INCREASING, f"Adafactor 4 bits, {_X8}"),
-    ("Adafactor 4 bits", "Adafactor"),
     ("Adafactor float32 with the noise of 4 bits", "Adafactor"),
+    ("adapprox_muon", "Muon"),
     ("adapprox_muon", _MUON_X2),
     ("adapprox_muon", "NorMuon"),
     ("adapprox_muon", "AdaMuon"),
-    ("adapprox no average", "adapprox"),
-    ("adapprox_muon no average", "adapprox_muon"),
-)
-DIRECTIONS = (
-    *("Muon", "Muon clipped", _MUON_X2, "NorMuon", "AdaMuon"),
-    *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
-    *("adapprox_muon 4 bits", "adapprox_muon defaults", "adapprox_muon no average"),
-)
-DIRECTION_PAIRS = (
-    ("adapprox_muon", "Muon"),
-    ("adapprox_muon", _MUON_X2),
-    (_MUON_X2, "Muon"),
-    ("adapprox_muon b1 0.9, other parameters x4", "Muon"),
     ("adapprox_muon rank 8", "adapprox_muon"),
-    ("NorMuon", "adapprox_muon"),
-    ("AdaMuon", "adapprox_muon"),
     ("adapprox_muon 4 bits", "adapprox_muon"),
+    ("adapprox_muon defaults", "Muon"),
 )
 # Behind the contender's name what is different. These were scanned by factors of 2 alone.
 CHANGES = {
@@ -105,21 +100,14 @@ LONGER = (
 
 def blocks() -> dict[str, str]:
     """The text of every block."""
-    rows = loss_tables.read(loss_tables.STUDY)
-    results = loss_tables.summarize(rows)
-    texts = ("code", "prose")
-    coarse = loss_tables.summarize(row for row in rows if _is_coarse(row))
+    results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
     states = _read("memory/memory_table.json")["records"]
     peaks = _read("memory/memory_peak_cpu.json")["records"]
     found = {
-        "measured": loss_tables.comparison(results, FIRST, BEST_ADAMW, texts, False),
-        "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, texts),
-        "pairs": loss_tables.differences(results, PAIRS, texts),
-        "changes": loss_tables.changes(coarse, CHANGES, "code"),
+        "at a glance": _at_a_glance(results, states["117M"]["0.9"]),
+        "shown": loss_tables.shown(results, _SHOWN_NAMES, TEXTS, _sizes(states["117M"]["0.9"])),
+        "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, TEXTS),
         "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
-        "directions": loss_tables.comparison(results, DIRECTIONS, "Muon", texts),
-        "direction pairs": loss_tables.differences(results, DIRECTION_PAIRS, texts),
-        "cost": _cost(),
         "paper's memory": memory_table.paper_table(states),
         "memory": memory_table.our_table(states),
         "peaks": memory_table.peaks_table(peaks["117M"]),
@@ -149,20 +137,35 @@ def _is_coarse(row: dict) -> bool:
     return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
 
 
-def _cost() -> str:
-    """Time of an update on a CPU, and the step's program for an H100, beside AdamW's."""
+def _sizes(states: dict[str, dict]) -> dict[str, float]:
+    """Bytes of state per parameter at 117M, by the names that are shown first."""
+    rows = {
+        **{"AdamW": "AdamW", "Adafactor, 4 bits": "Adafactor, average in 4 bits", "Muon": "Muon"},
+        **{"adapprox": "Adapprox, rank 8", "adapprox, 4 bits": "Adapprox, rank 8, average in 4 bits"},
+        "adapprox_muon, 4 bits": "adapprox_muon, average in 4 bits",
+    }
+    return {name: states[row]["bytes_a_parameter"] for name, row in rows.items()}
+
+
+def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
+    """Bytes, loss and time of a step of six optimizers."""
     times = _read("speed/update_speed_117M_cpu.json")["records"]["117M"]
+    of_muon = _read("speed/update_speed_muon_117M_cpu.json")["records"]["117M"]
     programs = _read("speed/device_program_117M.json")["records"]
     rows = []
-    for name in ("adamw", "adafactor", "adapprox", "adapprox rank 16", "adapprox_muon", "muon"):
-        one, base, time = programs[name], programs["adamw"], times.get(name)
-        over = [one[key] / base[key] for key in ("gb_moved", "roofline_ms")]
-        cells = ["" if time is None else f"{time['seconds'] / times['adamw']['seconds']:.1f}"]
-        cells += [f"{ratio:.1f}" for ratio in over]
-        rows.append([name, *cells, str(one["kernels"]), f"{one['temporaries_mib']:.0f}"])
-    titles = ["", "CPU: time over AdamW's", "H100: bytes over AdamW's"]
-    titles += ["H100: roofline over AdamW's", "H100: kernels", "H100: temporaries MiB"]
-    return records.table(titles, rows)
+    for name, size in _sizes(states).items():
+        contender = name.lower().replace(",", "")
+        base = "Muon" if "muon" in contender else "AdamW"
+        measured = of_muon if base == "Muon" else times
+        cells = [name, f"{size:.2f}"]
+        for text in TEXTS:
+            cells.append(f"{loss_tables.best_of(results, SHOWN[name][0], text).mean:.2f}")
+        for record, key in ((measured, "seconds"), (programs, "roofline_ms")):
+            ratio = record[contender][key] / record[base.lower()][key]
+            cells.append(f"{ratio:.1f} x {base}")
+        rows.append(cells)
+    titles = ["", "state, bytes per parameter", *(f"loss, {text}" for text in TEXTS)]
+    return records.table([*titles, "step on a CPU", "step on an H100, by its program"], rows)
 
 
 def _early_ranks() -> str:
@@ -239,8 +242,25 @@ def main(check: bool = False) -> None:
     print("\n".join(differ))
     if check:
         sys.exit(1 if differ else 0)
-    results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
-    loss_tables.draw(results, FIRST, ("code", "prose"), PICTURE)
+    _draw()
+
+
+def _draw() -> None:
+    """Draws loss against bytes, and differences in pairs and of single changes."""
+    rows = loss_tables.read(loss_tables.STUDY)
+    results = loss_tables.summarize(rows)
+    offsets = {name: place for name, (_, place) in SHOWN.items()}
+    points = PICTURES / "loss_against_bytes.png"
+    loss_tables.draw_points(results, _SHOWN_NAMES, offsets, TEXTS, points)
+    pairs = {f"{one}\nminus {other}": (one, other) for one, other in PAIRS}
+    loss_tables.draw_differences(results, pairs, TEXTS, PICTURES / "pairs.png")
+    coarse = loss_tables.summarize(row for row in rows if _is_coarse(row))
+    changes = {
+        f"{base}: {change}": (f"{base} {change}", base)
+        for base, of_base in CHANGES.items()
+        for change in of_base
+    }
+    loss_tables.draw_differences(coarse, changes, TEXTS[:1], PICTURES / "changes.png")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def problem():
         h = jnp.tanh(x @ params["hidden"])
         for matrix in params["stack"]:
             h = h + jnp.tanh(h @ matrix)
-        return jnp.mean((h @ params["out"] + params["bias"] - jnp.tanh(x @ teacher)) ** 2)
+        return jnp.mean((h @ params["out"] + params["bias"][None] - jnp.tanh(x @ teacher)) ** 2)
 
     return params, loss
 
