@@ -162,9 +162,24 @@ def adapprox_muon(
         optax.scale(adapprox_learning_rate_scale),
     )
     return optax.chain(
-        optax.partition({HIDDEN: hidden, OTHERS: others}, _labels(orthogonalized, numbers)),
+        _partition(hidden, others, _labels(orthogonalized, numbers)),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
+
+
+def _partition(
+    hidden: optax.GradientTransformation,
+    others: optax.GradientTransformation,
+    labels: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    """Both by their labels. Neither needs parameters, which may be a model with other leaves."""
+    parts = optax.partition({HIDDEN: hidden, OTHERS: others}, labels)
+
+    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return parts.update(updates, state)
+
+    return optax.GradientTransformation(parts.init, update)
 
 
 def _divide_and_scale(

@@ -146,9 +146,10 @@ def resolve_selection(
 
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> str:
     """What a leaf is seen as: '32 of 4096 x 1024' is a stack."""
+    first = "" if view.inputs_are_rows else ", outputs first"
     batch, rows, columns = view_shape(shape, view)
     stacked = f"{math.prod(batch)} of " if batch else ""
-    return f"{stacked}{rows} x {columns}"
+    return f"{stacked}{rows} x {columns}{first}"
 
 
 def _reasons(leaves: Leaves, views: Sequence[MatrixView]) -> list[str]:

@@ -17,6 +17,7 @@ _FROM_MODEL = re.compile(r"^(w?(q|k|v|kv|qkv)(_[ab])?(_proj|_einsum)?|query|key|
 _TO_MODEL = re.compile(r"^(out|o_proj|out_proj|wo|attn_vec_einsum)$")
 _ATTENTION = re.compile(r"attn|attention")
 _KERNELS = ("kernel", "w", "weight")
+_OUTPUTS_FIRST = "weight"  # of PyTorch, Equinox and Levanter; Flax and Haiku say kernel and w
 _LONGEST_HEAD = 512  # a longer axis is of heads that are merged already
 
 
@@ -58,6 +59,8 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         axis, size = next((layers[outer] for outer in around if outer in layers), (0, -1))
         if shapes[i][axis : axis + 1] == (size,):
             known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
+        if leaves.words[i][-1:] == [_OUTPUTS_FIRST]:
+            known[i] = known[i]._replace(numbers=_outputs_first(known[i].numbers, shapes[i]))
     return known
 
 
@@ -91,6 +94,21 @@ def _to_model(shape: tuple[int, ...], batch: tuple[int, ...]) -> MatrixDimension
     if len(axes) != 3 or shape[axes[1]] > _LONGEST_HEAD or shape[axes[2]] < shape[axes[0]]:
         return None
     return MatrixDimensionNumbers(axes[:2], axes[2])
+
+
+def _outputs_first(
+    numbers: MatrixDimensionNumbers | None, shape: tuple[int, ...]
+) -> MatrixDimensionNumbers | None:
+    """The same matrices of a layer that multiplies from the left; those of heads as they are."""
+    if numbers is None and len(shape) > 1:
+        numbers = MatrixDimensionNumbers(*default_axes(shape))
+    if (
+        numbers is None
+        or isinstance(numbers.rows, Sequence)
+        or isinstance(numbers.columns, Sequence)
+    ):
+        return numbers
+    return MatrixDimensionNumbers(numbers.columns, numbers.rows)
 
 
 def _within_layers(shape: tuple[int, ...], layers: int) -> MatrixDimensionNumbers | None:

@@ -35,6 +35,8 @@ def views_of(
         ) from error
     # A function mapped over boxed parameters leaves its results in the boxes.
     numbers = [content(x) if is_flax_node(x) else x for x in spread]
+    if isinstance(given, MatrixDimensionNumbers):  # of all matrices: vectors have none
+        numbers = [given if len(leaf.shape) > 1 else None for leaf in leaves.arrays]
     return tuple(
         matrix_view(leaf.shape, known.numbers if of_leaf is None else of_leaf)
         for leaf, of_leaf, known in zip(leaves.arrays, numbers, known_axes(leaves), strict=True)

@@ -74,11 +74,13 @@ def add_cautious_weight_decay(
             multiple = at_step("weight_decay", weight_decay, state.count)
             state = CautiousWeightDecayState(optax.safe_increment(state.count))
 
-        def decayed(x: jax.Array, w: jax.Array) -> jax.Array:
+        def decayed(x: jax.Array | None, w: Any) -> jax.Array | None:
+            if x is None:  # of a model that is its own parameters, say of a function
+                return None
             agree = jnp.sign(x) * jnp.sign(w) >= 0
             return x + jnp.where(agree, multiple * w, 0).astype(x.dtype)
 
-        return jax.tree.map(decayed, updates, params), state
+        return jax.tree.map(decayed, updates, params, is_leaf=lambda x: x is None), state
 
     decay = optax.GradientTransformation(init, update)
     return decay if mask is None else optax.masked(decay, _checked(mask))

@@ -36,6 +36,14 @@ def views(leaves):
 @pytest.mark.parametrize(
     ("leaves", "right"),
     [
+        (  # Equinox: outputs first
+            {"up/weight": (256, 64), "layers/down/weight": (4, 64, 256), "up/bias": (256,)},
+            {
+                "up/weight": ((), 64, 256),
+                "layers/down/weight": ((4,), 256, 64),
+                "up/bias": ((256,), 1, 1),
+            },
+        ),
         (  # Flax
             {"attn/query/kernel": (64, 16, 64), "attn/out/kernel": (16, 64, 64)},
             {"attn/query/kernel": ((), 64, 1024), "attn/out/kernel": ((), 1024, 64)},
