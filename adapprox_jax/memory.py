@@ -100,18 +100,14 @@ def training_memory(
                 " for it; allowed: numbers of devices that divide one evenly."
             )
 
-    def of_type(dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
-        on = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-        return {
-            path: jax.ShapeDtypeStruct(
-                shape,
-                dtype,
-                sharding=NamedSharding(on, PartitionSpec(*specs[path])) if sizes else None,
-            )
-            for path, shape in shapes.items()
-        }
+    on = AbstractMesh(tuple(sizes.values()), tuple(sizes))
 
-    params, grads = of_type(weights), of_type(gradients or weights)
+    def abstract(path: str, dtype: str) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(on, PartitionSpec(*specs[path])) if sizes else None
+        return jax.ShapeDtypeStruct(shapes[path], dtype, sharding=sharding)
+
+    params = {path: abstract(path, weights) for path in shapes}
+    grads = {path: abstract(path, gradients or weights) for path in shapes}
     return {
         name: Memory(_nbytes(params), _nbytes(grads), _state_nbytes(make(), params, bool(sizes)))
         for name, make in OPTIMIZERS.items()
@@ -128,8 +124,7 @@ def _spec(shape: tuple[int, ...], sizes: dict[str, int]) -> list[str | None]:
 
 
 def _nbytes(tree: Any) -> int:
-    leaves = jax.tree.leaves(tree)
-    return sum(_shard_nbytes(leaf, leaf.sharding) for leaf in leaves)
+    return sum(_shard_nbytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(tree))
 
 
 def _state_nbytes(tx: optax.GradientTransformation, params: Any, is_divided: bool) -> int:
@@ -185,14 +180,14 @@ def _plot(records: dict[str, dict[str, Any]], title: str, file: str) -> None:
         axes.barh(list(records), widths, left=left, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
-    axes.set(title=title, xlabel=unit)
+    axes.set_xlabel(unit)
     axes.legend()
+    figure.suptitle(title, fontsize="medium")
     try:
         figure.savefig(file)
     except (ValueError, OSError) as error:
-        raise ValueError(
-            f"--plot is {file!r}; allowed: a file that can be written: {error}"
-        ) from error
+        allowed = "the path of an image that can be written"
+        raise ValueError(f"--plot is {file!r}: {error}; allowed: {allowed}.") from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -225,7 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     parser = _Parser(prog="python -m adapprox_jax.memory", description=__doc__, epilog=NOTES)
     paths = "the path of .safetensors, of a folder of them or of Orbax, or of a .json of shapes"
-    parser.add_argument("model", help=f"{', '.join(KNOWN_MODELS)}; or {paths}")
+    parser.add_argument(
+        "model", help=f"{', '.join(KNOWN_MODELS)} (of Gemma its text decoder), or {paths}"
+    )
     parser.add_argument("--weights", choices=_TYPES, default="float32", help="their type")
     parser.add_argument("--gradients", choices=_TYPES, help="their type, if another one")
     parser.add_argument("--mesh", type=_mesh, default={}, help="devices: fsdp=8,tensor=2")
@@ -238,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         memories = training_memory(shapes, options.weights, gradients, options.mesh)
         count = sum(map(math.prod, shapes.values()))
         title = f"{options.model}: {count:,} parameters, weights in {options.weights},"
-        title += f" gradients in {gradients}" + f", each of {devices} devices" * (devices > 1)
+        title += f" gradients in {gradients}" + f", on each of {devices} devices" * (devices > 1)
         records = {name: _record(one, count, devices) for name, one in memories.items()}
         if options.plot:
             _plot(records, title, options.plot)
