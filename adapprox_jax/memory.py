@@ -100,10 +100,10 @@ def training_memory(
                 " for it; allowed: numbers of devices that divide one evenly."
             )
 
-    on = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    on = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
 
     def abstract(path: str, dtype: str) -> jax.ShapeDtypeStruct:
-        sharding = NamedSharding(on, PartitionSpec(*specs[path])) if sizes else None
+        sharding = None if on is None else NamedSharding(on, PartitionSpec(*specs[path]))
         return jax.ShapeDtypeStruct(shapes[path], dtype, sharding=sharding)
 
     params = {path: abstract(path, weights) for path in shapes}

@@ -159,8 +159,8 @@ def _parsed(text: bytes, file: pathlib.Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         parsed = None
     if not isinstance(parsed, dict):
-        found = f"{text[:20]!r}, and so on"
-        raise ValueError(f"{file} has {found}, no JSON object; allowed: one that is whole.")
+        found = f"its JSON begins with {text[:20]!r} and is no whole object"
+        raise ValueError(f"{file}: {found}; allowed: names with their shapes.")
     return parsed
 
 
@@ -187,8 +187,8 @@ def _of_orbax(folder: pathlib.Path) -> Shapes:
     try:
         tree = ocp.PyTreeCheckpointHandler().metadata(folder.absolute()).tree
     except Exception as error:  # of Orbax, TensorStore or JSON, as the damage has it
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder} has metadata that Orbax cannot read: {reason}.") from error
+        found = f"Orbax cannot read its metadata: {str(error)[:200]}"
+        raise ValueError(f"{folder}: {found}; allowed: a whole checkpoint.") from error
     params = tree.get("params", tree) if isinstance(tree, dict) else tree
     leaves = jax.tree_util.tree_leaves_with_path(params)
     return {
