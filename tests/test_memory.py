@@ -1,0 +1,306 @@
+"""The calculator of training memory, and the shapes that it reads."""
+
+import json
+import math
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import adapprox_jax
+from adapprox_jax.memory import DEVICES, OPTIMIZERS, main, training_memory
+from adapprox_jax.params.model_shapes import KNOWN_MODELS, shapes_of
+
+TREES = sorted((pathlib.Path(__file__).parent / "data" / "models").glob("*.json"))
+SMALL = {"block/mlp/kernel": (256, 512), "block/mlp/bias": (512,), "embed/table": (1024, 256)}
+
+# As published; of Gemma 3 without its encoder of images, SigLIP, and the projection behind it.
+SIGLIP = 416_866_032
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "gpt2-medium": 354_823_168,
+    "gpt2-large": 774_030_080,
+    "gpt2-xl": 1_557_611_200,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
+    "gemma3-1b": 999_885_952,
+    "gemma3-4b": 4_300_079_472 - SIGLIP - 1152 * (2560 + 1),
+    "gemma3-12b": 12_187_325_040 - SIGLIP - 1152 * (3840 + 1),
+    "gemma3-27b": 27_432_406_640 - SIGLIP - 1152 * (5376 + 1),
+}
+
+
+def count(shapes):
+    return sum(map(math.prod, shapes.values()))
+
+
+def abstract(shapes, dtype="float32"):
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+
+
+def written(path, header, length=None):
+    """A file of safetensors that ends where the weights would begin."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text)
+    return str(path)
+
+
+def tensor(*shape, dtype="BF16"):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [0, 2 * math.prod(shape)]}
+
+
+def printed(capsys, *arguments):
+    main([*arguments, "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def small(tmp_path):
+    (tmp_path / "shapes.json").write_text(json.dumps(SMALL))
+    return str(tmp_path / "shapes.json")
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_known_models_have_their_published_numbers_of_parameters(name):
+    assert count(shapes_of(name)) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", KNOWN_MODELS)
+def test_all_matrices_of_their_layers_are_hidden_and_seen_layer_by_layer(name):
+    sizes = KNOWN_MODELS[name]
+    report = adapprox_jax.muon_report(abstract(shapes_of(name)))
+    hidden = {path for path, what in report.items() if what.startswith("orthogonalized")}
+    assert hidden == {path for path in report if "/kernel" in path and "lm_head" not in path}
+    query = report["['layers/attention/query/kernel']"]
+    matrix = f"{sizes.width} x {sizes.heads * sizes.head_size}"
+    assert query == f"orthogonalized: {sizes.layers} of {matrix}"
+
+
+def test_adamw_of_gpt2_keeps_eight_bytes_per_parameter(capsys):
+    found = printed(capsys, "gpt2")
+    row = found["optimizers"]["AdamW"]
+    assert found["parameters"] == PUBLISHED["gpt2"]
+    assert row["weights"] == row["gradients"] == 4 * PUBLISHED["gpt2"]
+    assert row["state"] == 8 * PUBLISHED["gpt2"] + 4  # and the count of steps
+    assert row["sum"] == row["weights"] + row["gradients"] + row["state"]
+    assert row["state_bytes_per_parameter"] == pytest.approx(8)
+    assert list(found["optimizers"]) == list(OPTIMIZERS)
+
+
+def test_stacked_layers_take_the_bytes_of_separate_ones():
+    stacked = shapes_of("llama3.2-1b")
+    layers = KNOWN_MODELS["llama3.2-1b"].layers
+    separate = {}
+    for name, shape in stacked.items():
+        if name.startswith("layers/"):
+            of_one = name.removeprefix("layers/")
+            separate |= {f"layers_{i}/{of_one}": shape[1:] for i in range(layers)}
+        else:
+            separate[name] = shape
+    # In few bits the averages of separate norms, of 2048 numbers, stay as they are.
+    for name, most in {"adapprox, 32 bits": 1e-6, "adapprox_muon, 4 bits": 1e-3}.items():
+        tx = OPTIMIZERS[name]()
+        of_both = [adapprox_jax.state_nbytes(tx, abstract(x)) for x in (stacked, separate)]
+        assert of_both[0] == pytest.approx(of_both[1], rel=most)
+
+
+def test_states_are_those_of_the_optimizers():
+    found = training_memory(SMALL, "bfloat16", "float32")
+    params = abstract(SMALL, jnp.bfloat16)
+    for name, tx in {
+        "AdamW": optax.adamw(1e-3, mu_dtype="float32"),
+        "Adafactor": optax.adafactor(1e-3, momentum=0.9),
+        "adapprox, 32 bits": adapprox_jax.adapprox(1e-3, mu_dtype="float32"),
+        "adapprox, 4 bits": adapprox_jax.adapprox(1e-3, mu_dtype="int4"),
+        "adapprox_muon, 8 bits": adapprox_jax.adapprox_muon(1e-3, mu_dtype="int8"),
+    }.items():
+        bytes_of_both = (2 * count(SMALL), 4 * count(SMALL))
+        assert found[name] == (*bytes_of_both, adapprox_jax.state_nbytes(tx, params)), name
+    kernel = math.prod(SMALL["block/mlp/kernel"])  # Muon has a momentum, all else is Adam's
+    adam = 6 * (count(SMALL) - kernel)
+    assert found["Muon"].state == pytest.approx(4 * kernel + adam, abs=32)
+
+
+def test_on_a_mesh_each_device_holds_its_part(capsys):
+    found = training_memory({"w": (256, 512), "odd": (3,)}, mesh={"fsdp": 8, "tensor": 2})
+    assert found["AdamW"] == (*2 * [4 * (256 * 512 // 16 + 3)], 8 * (256 * 512 // 16 + 3) + 4)
+    # The first axis is along 512, the second along 256, and factors have one of the two.
+    without, rank = training_memory({"w": (256, 512)})["adapprox, 32 bits"].state, 8
+    factors, average = 4 * rank * (256 + 512), 4 * 256 * 512
+    parts = 4 * rank * (256 // 2 + 512 // 8) + average // 16
+    state = training_memory({"w": (256, 512)}, mesh={"fsdp": 8, "tensor": 2})["adapprox, 32 bits"]
+    assert state.state == without - factors - average + parts
+    row = printed(capsys, "llama3-70b", "--mesh", "fsdp=8,tensor=2")["optimizers"]["AdamW"]
+    assert row["state"] == pytest.approx(8 * PUBLISHED["llama3-70b"] / 16, rel=1e-4)
+    assert row["state_bytes_per_parameter"] == pytest.approx(8, rel=1e-4)
+
+
+def test_headers_are_read_without_weights(tmp_path, capsys):
+    layer = {"model.layers.0.self_attn.q_proj.weight": tensor(256, 256)}
+    ids = {"position_ids": tensor(1, 512, dtype="I64"), "h.0.attn.bias": tensor(1, 1, 9, 9)}
+    first = written(tmp_path / "model-1.safetensors", {"__metadata__": {"format": "pt"}, **layer})
+    written(tmp_path / "model-2.safetensors", {"lm_head.weight": tensor(1000, 256), **ids})
+    written(tmp_path / "other.safetensors", {"again": tensor(1000, 256)})
+    assert shapes_of(first) == {"model.layers.0.self_attn.q_proj.weight": (256, 256)}
+    assert printed(capsys, str(tmp_path))["parameters"] == 1256 * 256
+
+
+@pytest.mark.parametrize("path", TREES, ids=[path.stem for path in TREES])
+def test_trees_of_published_models(path):
+    leaves = json.loads(path.read_text())["leaves"]
+    assert shapes_of(str(path)) == {name: tuple(x["shape"]) for name, x in leaves.items()}
+
+
+def test_shapes_without_records(small, capsys):
+    found = printed(capsys, small, "--weights", "bfloat16")
+    assert found["parameters"] == count(SMALL)
+    assert found["gradients"] == "bfloat16"
+    assert found["optimizers"]["Adafactor"]["gradients"] == 2 * count(SMALL)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    params = {"mlp": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16, jnp.bfloat16)}}
+    state = {"params": params, "opt_state": [jnp.ones(16)], "step": jnp.zeros([], jnp.int32)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "3" / "state", state)
+    return tmp_path / "3"
+
+
+def test_parameters_of_a_checkpoint(checkpoint):
+    expected = {"mlp/kernel": (8, 16), "mlp/bias": (16,)}
+    assert shapes_of(str(checkpoint)) == shapes_of(str(checkpoint / "state")) == expected
+
+
+def test_the_table_says_what_fits(capsys):
+    main(["llama3-8b", "--weights", "bfloat16"])
+    title, _, head, *rows = capsys.readouterr().out.splitlines()
+    assert title == (
+        "llama3-8b: 8,030,261,248 parameters, weights in bfloat16, gradients in bfloat16"
+    )
+    assert head.split()[:5] == ["GiB", "weights", "gradients", "state", "sum"]
+    assert [row[: row.index("  ")] for row in rows[: len(OPTIMIZERS)]] == list(OPTIMIZERS)
+    assert rows[0].split() == [
+        "AdamW",
+        "14.96",
+        "14.96",
+        "44.87",
+        "74.79",
+        "6.00",
+        "no",
+        "no",
+        "no",
+        "yes",
+    ]
+    assert len({len(row) for row in (head, *rows[: len(OPTIMIZERS)])}) == 1
+    assert rows[len(OPTIMIZERS) + 1].startswith("Activations are not counted")
+
+
+def test_a_device_is_full_at_its_size(capsys, tmp_path):
+    (tmp_path / "shapes.json").write_text(json.dumps({"w": [10**9]}))  # 16 GB and a count
+    fits = printed(capsys, str(tmp_path / "shapes.json"))["optimizers"]["AdamW"]["fits"]
+    assert list(fits.values()) == [size > 16 for size in DEVICES]
+
+
+def test_bars(small, tmp_path):
+    pytest.importorskip("matplotlib")
+    main([small, "--plot", str(tmp_path / "bars.png")])
+    assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
+
+
+def refused(capsys, *arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    out, err = capsys.readouterr()
+    assert stop.value.code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["gpt3"], ["'gpt3' is no model or path", "allowed: gpt2, gpt2-medium", ".safetensors"]),
+        (["missing/model.safetensors"], ["'missing/model.safetensors' is no model or path"]),
+        ([str(TREES[0].parent)], [f"{str(TREES[0].parent)!r} is a path without a model"]),
+        (["gpt2", "--mesh", "8"], ["--mesh", "'8'", "fsdp=8,tensor=2"]),
+        (["gpt2", "--mesh", "fsdp=0"], ["'fsdp=0'"]),
+        (["gpt2", "--mesh", "fsdp=2,fsdp=2"], ["'fsdp=2,fsdp=2'", "each once"]),
+        (["gpt2", "--mesh", "fsdp=2,"], ["'fsdp=2,'"]),
+        (["gpt2", "--mesh", "fsdp=8,tensor=7"], ["tensor=7", "allowed"]),
+        (["gpt2", "--weights", "int8"], ["--weights", "'int8'", "float32"]),
+        ([], ["model"]),
+    ],
+)
+def test_arguments_that_are_refused(capsys, arguments, expected):
+    message = refused(capsys, *arguments)
+    assert all(part in message for part in expected), message
+
+
+@pytest.mark.parametrize(
+    ("header", "length", "expected"),
+    [
+        (b"", 0, "header of 0 bytes"),
+        ({"w": tensor(2, 2)}, 10**6, "header of 1000000 bytes; allowed: 1 to"),
+        (b"w: 2 x 2", None, "b'w: 2 x 2'"),
+        (b"[1, 2]", None, "no whole object"),
+        (b'{"w": {"dtype": "F32", "shape": [2', None, "no whole object"),
+        (b"\xff\xfe{}", None, "no whole object"),
+        ({"w": {"dtype": "F32"}}, None, "'w' has the shape None"),
+        ({"w": {"shape": [2, 2]}}, None, "'w' has the dtype None"),
+        ({"w": 3}, None, "'w' has the shape None"),
+        ({"w": tensor(2, -2)}, None, "'w' has the shape [2, -2]; allowed: a list of integers"),
+        ({"w": tensor(2, dtype="I8")}, None, "no floating-point parameters"),
+    ],
+)
+def test_headers_that_are_refused(tmp_path, capsys, header, length, expected):
+    file = written(tmp_path / "model.safetensors", header, length)
+    message = refused(capsys, file)
+    assert file in message
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "text", ["[3, 4]", '{"w": "3 x 4"}', '{"w": [3, true]}', '{"w": [3.5]}', '{"leaves": 3}', "{"]
+)
+def test_json_that_is_refused(tmp_path, capsys, text):
+    (tmp_path / "shapes.json").write_text(text)
+    assert str(tmp_path / "shapes.json") in refused(capsys, str(tmp_path / "shapes.json"))
+
+
+def test_a_file_cut_off_in_its_first_bytes(tmp_path, capsys):
+    (tmp_path / "model.safetensors").write_bytes(b"\x07\0\0")
+    assert "allowed: 1 to 0" in refused(capsys, str(tmp_path / "model.safetensors"))
+
+
+def test_a_damaged_checkpoint_and_one_without_orbax(checkpoint, capsys, monkeypatch):
+    (checkpoint / "state" / "_METADATA").write_text("{")
+    assert "Orbax cannot read" in refused(capsys, str(checkpoint))
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    assert "pip install orbax-checkpoint" in refused(capsys, str(checkpoint))
+
+
+def test_bars_that_cannot_be_drawn(small, capsys, monkeypatch):
+    pytest.importorskip("matplotlib")
+    for path in ("missing/bars.png", "bars.text"):
+        assert f"--plot is {path!r}" in refused(capsys, small, "--plot", path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install matplotlib" in refused(capsys, small, "--plot", "bars.png")
+
+
+def test_the_library_does_without_the_program_which_runs_by_its_name():
+    code = (
+        "import runpy, sys, adapprox_jax; assert 'adapprox_jax.memory' not in sys.modules;"
+        " sys.argv = ['', 'gpt2']; runpy.run_module('adapprox_jax.memory', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "adapprox_muon, 4 bits" in done.stdout
