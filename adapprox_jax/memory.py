@@ -24,8 +24,10 @@ from adapprox_jax.sharding.state_shardings import state_shardings
 from adapprox_jax.state.report import state_nbytes
 
 DEVICES = (16, 24, 80, 95)  # GB of their memory, of 10^9 bytes each
-NOTES = """\
-Activations are not counted: a model that fits needs room for them, too. A GB has 10^9 bytes.
+NOTE = """\
+Fits in devices of 16, 24, 80 or 95 GB (10^9 bytes), activations not counted. --help says which
+optimizers these are."""
+ROWS = """\
 AdamW is optax.adamw(rate, mu_dtype="float32"); its second moment has the type of the weights.
 Adafactor is optax.adafactor(rate, momentum=0.9), whose momentum is in float32; it does not factor
 attention kernels with heads of fewer than 128 numbers. Muon is optax.contrib.muon(rate,
@@ -156,11 +158,11 @@ def _unit(records: dict[str, dict[str, Any]]) -> str:
 
 def _table(records: dict[str, dict[str, Any]]) -> str:
     unit, parts = _unit(records), (*Memory._fields, "sum")
-    rows = [[unit, *parts, "state bytes per parameter", *(f"{size} GB" for size in DEVICES)]]
+    rows = [[unit, *parts, "state per parameter", "fits in GB"]]
     for name, record in records.items():
         sizes = [f"{record[part] / _UNITS[unit]:.2f}" for part in parts]
-        fits = ["yes" if fits else "no" for fits in record["fits"].values()]
-        rows.append([name, *sizes, f"{record['state_bytes_per_parameter']:.2f}", *fits])
+        fits = ", ".join(size.removesuffix(" GB") for size, fits in record["fits"].items() if fits)
+        rows.append([name, *sizes, f"{record['state_bytes_per_parameter']:.2f} bytes", fits or "-"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
@@ -218,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
       >>> main(["gpt2", "--mesh", "fsdp=8"])  # doctest: +ELLIPSIS
       gpt2: 124,439,808 parameters, ...
     """
-    parser = _Parser(prog="python -m adapprox_jax.memory", description=__doc__, epilog=NOTES)
+    parser = _Parser(prog="python -m adapprox_jax.memory", description=__doc__, epilog=ROWS)
     paths = "the path of .safetensors, of a folder of them or of Orbax, or of a .json of shapes"
     parser.add_argument(
         "model", help=f"{', '.join(KNOWN_MODELS)} (of Gemma its text decoder), or {paths}"
@@ -246,7 +248,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = {"parameters": count, "optimizers": records}
         print(json.dumps({"model": options.model, **given, **found}, indent=2))
     else:
-        print(f"{title}\n\n{_table(records)}\n\n{NOTES}")
+        print(f"{title}\n\n{_table(records)}\n\n{NOTE}")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from the records in `results/`. With `--check` nothing is written, and a page th
 records is named.
 """
 
+import contextlib
+import io
 import pathlib
 import re
 import statistics
@@ -13,6 +15,7 @@ from collections.abc import Iterator
 
 import tyro
 
+from adapprox_jax import memory
 from benchmarks import (
     compile_times,
     device_program,
@@ -108,6 +111,7 @@ def blocks() -> dict[str, str]:
         "shown": loss_tables.shown(results, _SHOWN_NAMES, TEXTS, _sizes(states["117M"]["0.9"])),
         "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, TEXTS),
         "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
+        "calculator": _calculator("llama3-8b"),
         "paper's memory": memory_table.paper_table(states),
         "memory": memory_table.our_table(states),
         "peaks": memory_table.peaks_table(peaks["117M"]),
@@ -137,11 +141,21 @@ def _is_coarse(row: dict) -> bool:
     return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
 
 
+def _calculator(model: str) -> str:
+    """What the calculator of memory prints of a model."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        memory.main([model])
+    return f"```\n{out.getvalue().rstrip()}\n```"
+
+
 def _sizes(states: dict[str, dict]) -> dict[str, float]:
     """Bytes of state per parameter at 117M, by the names that are shown first."""
     rows = {
-        **{"AdamW": "AdamW", "Adafactor, 4 bits": "Adafactor, average in 4 bits", "Muon": "Muon"},
-        **{"adapprox": "Adapprox, rank 8", "adapprox, 4 bits": "Adapprox, rank 8, average in 4 bits"},
+        "AdamW": "AdamW",
+        "Adafactor, 4 bits": "Adafactor, average in 4 bits",
+        "adapprox": "Adapprox, rank 8",
+        "adapprox, 4 bits": "Adapprox, rank 8, average in 4 bits",
+        "Muon": "Muon",
         "adapprox_muon, 4 bits": "adapprox_muon, average in 4 bits",
     }
     return {name: states[row]["bytes_a_parameter"] for name, row in rows.items()}

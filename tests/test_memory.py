@@ -187,20 +187,9 @@ def test_the_table_says_what_fits(capsys):
     )
     assert head.split()[:5] == ["GiB", "weights", "gradients", "state", "sum"]
     assert [row[: row.index("  ")] for row in rows[: len(OPTIMIZERS)]] == list(OPTIMIZERS)
-    assert rows[0].split() == [
-        "AdamW",
-        "14.96",
-        "14.96",
-        "44.87",
-        "74.79",
-        "6.00",
-        "no",
-        "no",
-        "no",
-        "yes",
-    ]
+    assert rows[0].split() == ["AdamW", "14.96", "14.96", "44.87", "74.79", "6.00", "bytes", "95"]
     assert len({len(row) for row in (head, *rows[: len(OPTIMIZERS)])}) == 1
-    assert rows[len(OPTIMIZERS) + 1].startswith("Activations are not counted")
+    assert "activations not counted" in rows[len(OPTIMIZERS) + 1]
 
 
 def test_a_device_is_full_at_its_size(capsys, tmp_path):
