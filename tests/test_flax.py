@@ -148,6 +148,20 @@ def test_boxes_under_guidance_and_dimension_numbers():
     assert after[0].u["heads"].value.shape == (32, 2)
 
 
+@pytest.mark.parametrize("mu_dtype", ["int8", "int4"])
+def test_averages_in_codes_of_small_boxed_leaves_are_in_boxes(mu_dtype):
+    params = {
+        "kernel": nn.Partitioned(jnp.ones((64, 128)), names=("in", "out")),
+        "bias": nn.Partitioned(jnp.ones(128), names=("out",)),
+    }
+    tx = adapprox_jax.adapprox(1e-2, mu_dtype=mu_dtype)
+    state = tx.init(params)
+    updates, after = tx.update(params, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    assert after[2].scale["bias"].names == ()
+    assert updates["bias"].names == ("out",)
+
+
 def test_scanned_linen_layers_are_stacks_of_matrices():
     class Block(nn.Module):
         @nn.compact

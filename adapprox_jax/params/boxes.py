@@ -1,11 +1,12 @@
-"""Boxes: parameters that carry metadata of their axes, as Flax wraps them.
+"""Boxes: parameters that carry metadata of their axes, as Flax and haliax wrap them.
 
-A box is a pytree node around one array with a name for each of its axes: Linen's `nn.Partitioned`
-and nnx's `Variable`. They are known by their methods, so that Flax need not be installed. What is
-put into a box for the state of an optimizer must have metadata that describes it. Under
-`optax.masked` a box may be empty: then it is none.
+A box is a pytree node around one array with a name for each of its axes: Linen's `nn.Partitioned`,
+nnx's `Variable` and haliax' `NamedArray`. They are known by their methods, so that none need be
+installed. What is put into a box for the state of an optimizer must have metadata that describes
+it. Under `optax.masked` a box may be empty: then it is none.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,18 +16,18 @@ import jax
 _NNX_AXIS_ENTRIES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
 
 
-def is_flax_node(x: Any) -> bool:
-    """Whether `x` is one of Flax's boxes, whatever is in it."""
-    return _is_linen(x) or _is_nnx(x)
+def is_node(x: Any) -> bool:
+    """Whether `x` is one of the boxes, whatever is in it."""
+    return _is_linen(x) or _is_nnx(x) or _is_named_array(x)
 
 
 def is_box(x: Any) -> bool:
-    """Whether `x` is one of Flax's boxes around an array."""
-    return is_flax_node(x) and bool(jax.tree.leaves(x))
+    """Whether `x` is one of the boxes around an array."""
+    return is_node(x) and bool(jax.tree.leaves(x))
 
 
 def content(node: Any) -> Any:
-    """What is in one of Flax's boxes, an array or not."""
+    """What is in one of the boxes, an array or not."""
     return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
 
 
@@ -57,6 +58,12 @@ def rebox_axes(box: Any, value: Any, axes: Sequence[int | None]) -> Any:
         metadata = box.get_metadata()
         named = [entry for entry in _NNX_AXIS_ENTRIES if metadata.get(entry) is not None]
         return box.replace(value, **{e: select_axes(metadata[e], axes) for e in named})
+    if _is_named_array(box):
+        # Axes of one array have different names; those that follow an axis may be of another size.
+        kept = [f"adapprox_{i}" if a is None else box.axes[a].name for i, a in enumerate(axes)]
+        sizes = zip(kept, value.shape, strict=True)
+        made = [dataclasses.replace(box.axes[0], name=name, size=size) for name, size in sizes]
+        return type(box)(value, tuple(made))
     return value
 
 
@@ -64,6 +71,8 @@ def named_axes(box: Any) -> tuple[Any, ...]:
     """The names that a box has for the axes of its array, of the mesh where it knows rules."""
     if _is_linen(box):
         return tuple(box.get_partition_spec())
+    if _is_named_array(box):  # its names are not the mesh's
+        return ()
     metadata = box.get_metadata()
     found = [metadata[entry] for entry in _NNX_AXIS_ENTRIES if metadata.get(entry) is not None]
     return tuple(getattr(found[0], "spec", found[0])) if found else ()
@@ -81,3 +90,7 @@ def _is_linen(x: Any) -> bool:
 
 def _is_nnx(x: Any) -> bool:
     return hasattr(type(x), "get_metadata") and hasattr(type(x), "replace")
+
+
+def _is_named_array(x: Any) -> bool:
+    return hasattr(type(x), "resolve_axis") and hasattr(x, "axes")

@@ -101,7 +101,7 @@ class Leaves:
         state = Leaves.of(tree)
         given, expected = (
             {
-                name: "an array in a Flax box" if is_box(leaf) else "an array"
+                name: "an array in a box" if is_box(leaf) else "an array"
                 for name, leaf in zip(leaves.names, leaves.boxed, strict=True)
             }
             for leaves in (self, state)

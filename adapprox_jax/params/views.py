@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax
 
 from adapprox_jax.argument_checks import require_function
-from adapprox_jax.params.boxes import content, is_flax_node
+from adapprox_jax.params.boxes import content, is_node
 from adapprox_jax.params.known_axes import known_axes
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, MatrixView, matrix_view
@@ -34,7 +34,7 @@ def views_of(
             " of them that is a prefix of the parameters, or a function to such a tree."
         ) from error
     # A function mapped over boxed parameters leaves its results in the boxes.
-    numbers = [content(x) if is_flax_node(x) else x for x in spread]
+    numbers = [content(x) if is_node(x) else x for x in spread]
     if isinstance(given, MatrixDimensionNumbers):  # of all matrices: vectors have none
         numbers = [given if len(leaf.shape) > 1 else None for leaf in leaves.arrays]
     return tuple(
@@ -46,14 +46,14 @@ def views_of(
 def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
     """Raises ValueError where `weight_dimension_numbers` is neither a function nor a fit tree."""
     allowed = "a function of the parameters, None, or MatrixDimensionNumbers, alone or in a tree"
-    if callable(given) and not is_flax_node(given):
+    if callable(given) and not is_node(given):
         require_function("weight_dimension_numbers", given, allowed)
         return
     for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
-        number = content(leaf) if is_flax_node(leaf) else leaf
+        number = content(leaf) if is_node(leaf) else leaf
         if not (number is None or isinstance(number, MatrixDimensionNumbers)):
             raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {allowed}.")
 
 
 def _is_numbers(x: Any) -> bool:
-    return x is None or is_flax_node(x) or isinstance(x, MatrixDimensionNumbers)
+    return x is None or is_node(x) or isinstance(x, MatrixDimensionNumbers)

@@ -237,7 +237,7 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
     """Codes and scales of a zero average of one leaf; a small leaf's average, and no scale."""
     leaf = unbox(param)
     if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[-1] < BLOCK:
-        return jax.tree.map(jnp.zeros_like, param), jnp.zeros(())
+        return jax.tree.map(jnp.zeros_like, param), rebox_axes(param, jnp.zeros(()), ())
     axes = range(leaf.ndim)
     # Names in a box are taken as they are, where the blocks may not be divisible by the devices.
     named = (axes, (*axes[:-1], None))
