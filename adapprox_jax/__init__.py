@@ -8,7 +8,7 @@ from adapprox_jax.params.hidden_matrices import hidden_matrices, muon_report
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers
 from adapprox_jax.schedules import increasing_decay, sampling_threshold, sigmoid_growth
 from adapprox_jax.settings import MUON_STATIC_ARGS, STATIC_ARGS
-from adapprox_jax.sharding.state_shardings import state_shardings
+from adapprox_jax.sharding.state_shardings import state_shardings, state_specs
 from adapprox_jax.state.from_adam import from_adam
 from adapprox_jax.state.layout import ScaleByAdapproxState
 from adapprox_jax.state.report import RankInfo, rank_report, state_nbytes
@@ -54,4 +54,5 @@ __all__ = [
     "srsi",
     "state_nbytes",
     "state_shardings",
+    "state_specs",
 ]

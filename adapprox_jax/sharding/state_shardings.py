@@ -1,4 +1,4 @@
-"""state_shardings: where each array of an optimizer state belongs on a mesh.
+"""state_shardings and state_specs: where each array of an optimizer state belongs on a mesh.
 
 Under `jax.jit` with automatic axes an `init` makes zeros of which nothing says where they are to
 lie, so all of them come to lie on one device. Where axes are explicit the state follows the
@@ -12,8 +12,8 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from adapprox_jax.argument_checks import require_transformation
-from adapprox_jax.params.boxes import is_box, named_axes, unbox
-from adapprox_jax.params.leaves import leaf_name
+from adapprox_jax.params.boxes import is_box, named_axes, rebox, unbox
+from adapprox_jax.params.leaves import Leaves, leaf_name
 
 
 def state_shardings(
@@ -54,20 +54,70 @@ def state_shardings(
     """
     require_transformation("tx", tx)
     used = _mesh_of(params, mesh)
-    explicit = AbstractMesh(
-        used.axis_sizes, used.axis_names, axis_types=(AxisType.Explicit,) * len(used.axis_names)
+    specs = jax.tree_util.tree_map_with_path(
+        lambda path, param: _spec_of(path, param, used), params, is_leaf=is_box
     )
+    found = _specs_on(dict(zip(used.axis_names, used.axis_sizes, strict=True)), tx, params, specs)
+    return jax.tree.map(lambda spec: NamedSharding(used, spec), found)
 
-    def typed(path: Any, param: Any) -> Any:
+
+def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: Any) -> Any:
+    """`state_shardings` without a mesh: the PartitionSpecs of a state from those of parameters.
+
+    For frameworks that keep specs apart from meshes. Shapes and types are `jax.eval_shape(tx.init,
+    params)`. An axis that the devices do not divide evenly cannot be known here.
+
+    Args:
+      tx: Any Optax transformation, wrapped or not.
+      params: Parameters: arrays, or `jax.ShapeDtypeStruct`s.
+      specs: A tree like the parameters, or a prefix of it, with a `PartitionSpec` for each.
+
+    Returns:
+      A tree like `tx.init(params)` with a `PartitionSpec` instead of each array.
+
+    Raises:
+      ValueError: `specs` does not fit the parameters, or `tx.init` has operations that JAX refuses
+        under explicit axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, adapprox_jax
+      >>> from jax.sharding import PartitionSpec
+      >>> params = {"kernel": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
+      >>> specs = {"kernel": PartitionSpec("fsdp", "tensor")}
+      >>> tx = adapprox_jax.adapprox(1e-3)
+      >>> tuple(adapprox_jax.state_specs(tx, params, specs)[0].u["kernel"])
+      ('tensor', None)
+    """
+    require_transformation("tx", tx)
+    leaves = Leaves.of(params)
+    try:
+        spread = leaves.spread(specs, _is_spec)
+    except (ValueError, TypeError):
+        spread = [None]
+    for spec in spread:
+        if not isinstance(spec, PartitionSpec):
+            allowed = "a tree of jax.sharding.PartitionSpecs that is a prefix of the parameters"
+            raise ValueError(f"specs is {specs!r}; allowed: {allowed}.")
+    axes = dict.fromkeys(name for spec in spread for name in _names(spec))
+    return _specs_on(dict.fromkeys(axes, 1), tx, params, leaves.structure.unflatten(spread))
+
+
+def _specs_on(
+    axes: dict[str, int], tx: optax.GradientTransformation, params: optax.Params, specs: Any
+) -> Any:
+    """The specs of a state on a mesh with these axes and sizes."""
+    kinds = (AxisType.Explicit,) * len(axes)
+    explicit = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+
+    def typed(path: Any, param: Any, spec: PartitionSpec) -> Any:
         leaf = unbox(param)
         if not hasattr(leaf, "shape"):
             kind = type(leaf).__name__
             raise ValueError(f"{leaf_name(path)} is a {kind}; allowed: an array or its shape.")
-        sharding = NamedSharding(explicit, _spec_of(path, param, used))
-        value = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-        return jax.tree.unflatten(jax.tree.structure(param), [value])
+        sharding = NamedSharding(explicit, spec)
+        return rebox(param, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
 
-    abstract = jax.tree_util.tree_map_with_path(typed, params, is_leaf=is_box)
+    abstract = jax.tree_util.tree_map_with_path(typed, params, specs, is_leaf=is_box)
     try:
         with jax.sharding.use_abstract_mesh(explicit):
             state = jax.eval_shape(tx.init, abstract)
@@ -77,12 +127,9 @@ def state_shardings(
             f"tx.init cannot be traced with explicit axes: {reason}; allowed: transformations that"
             " can."
         ) from error
-
-    def concrete(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        spec = PartitionSpec() if leaf.sharding is None else leaf.sharding.spec
-        return NamedSharding(used, spec)
-
-    return jax.tree.map(concrete, state)
+    return jax.tree.map(
+        lambda leaf: PartitionSpec() if leaf.sharding is None else leaf.sharding.spec, state
+    )
 
 
 def _mesh_of(params: optax.Params, mesh: Mesh | None) -> Any:
@@ -111,12 +158,21 @@ def _spec_of(path: Any, param: Any, mesh: Any) -> PartitionSpec:
     if sharding is not None:
         return sharding.spec
     spec = PartitionSpec(*named_axes(param)) if is_box(param) else PartitionSpec()
-    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
-    unknown = [x for entry in entries for x in entry if x not in (None, *mesh.axis_names)]
+    unknown = [name for name in _names(spec) if name not in mesh.axis_names]
     if unknown:
         allowed = ", ".join(mesh.axis_names)
         raise ValueError(f"{leaf_name(path)} names the axis {unknown[0]!r}; allowed: {allowed}.")
     return spec
+
+
+def _names(spec: PartitionSpec) -> list[str]:
+    """The axes of a mesh that a spec names."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    return [name for entry in entries for name in entry if name is not None]
+
+
+def _is_spec(x: Any) -> bool:
+    return x is None or isinstance(x, PartitionSpec)
 
 
 def _named_sharding(leaf: Any) -> NamedSharding | None:

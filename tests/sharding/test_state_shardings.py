@@ -91,6 +91,28 @@ def test_factors_lie_as_the_sides_that_they_belong_to(kind):
     assert {leaf.mesh for leaf in jax.tree.leaves(shardings)} == {mesh}
 
 
+@pytest.mark.parametrize("name", ["adapprox", "8 bits", "muon"])
+def test_specs_are_known_without_a_mesh(mesh, name):
+    tx = {
+        "adapprox": adapprox_jax.adapprox(1e-3),
+        "8 bits": adapprox_jax.adapprox(1e-3, mu_dtype="int8"),
+        "muon": adapprox_jax.adapprox_muon(1e-3),
+    }[name]
+    params = abstract(mesh)
+    plain = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in params.items()}
+    found = adapprox_jax.state_specs(tx, plain, {key: spec for key, (_, spec) in SHAPES.items()})
+    assert found == jax.tree.map(lambda x: x.spec, state_shardings(tx, params))
+    alike = adapprox_jax.state_specs(tx, plain, P())
+    assert set(map(str, jax.tree.leaves(jax.tree.map(tuple, alike)))) <= {"None"}
+
+
+@pytest.mark.parametrize("given", [{"kernel": P()}, {"kernel": "x", "bias": P()}, "x", None])
+def test_specs_that_do_not_fit_are_named(given):
+    params = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+    with pytest.raises(ValueError, match=r"^specs is .*; allowed: a tree of jax.sharding"):
+        adapprox_jax.state_specs(adapprox_jax.adapprox(1e-3), params, given)
+
+
 def test_an_axis_that_the_devices_do_not_divide_is_on_all_of_them(mesh):
     sharding = NamedSharding(mesh, P(None, ("x", "y")))
     # 33 blocks of the average's codes.
