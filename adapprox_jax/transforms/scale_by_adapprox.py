@@ -30,7 +30,7 @@ from adapprox_jax.settings import (
     Storage,
     Subspace,
 )
-from adapprox_jax.sharding.axes import replicated
+from adapprox_jax.sharding.axes import mesh_of, replicated
 from adapprox_jax.state.layout import (
     LeafState,
     ScaleByAdapproxState,
@@ -164,9 +164,10 @@ def scale_with(
             check_leaf(name, grad, view, last)
         count = optax.safe_increment(state.count)
         key = jax.random.fold_in(wrapped_key(state.key, key_impl), count)
-        draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
-        scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
-        results = step_leaves(scalars, grads, lasts, views, settings)
+        with mesh_of(grads):
+            draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
+            scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
+            results = step_leaves(scalars, grads, lasts, views, settings)
         scaled = leaves.filled([x for x, _ in results])
         return scaled, with_leaf_states(state, count, [new for _, new in results])
 

@@ -93,6 +93,20 @@ def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh, mu_dtype):
     assert len(few) <= 24  # those of different groups of devices cannot be one
 
 
+@pytest.mark.parametrize("muon", [False, True], ids=["adapprox", "adapprox_muon"])
+def test_the_mesh_is_known_by_the_arrays(muon):
+    """Without `jax.set_mesh` as much is moved as with it."""
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    tx = adapprox_jax.adapprox_muon(1e-3) if muon else adapprox_jax.adapprox(1e-3)
+    params = parameters(mesh, SPECS)
+    alone = of_step(tx, params)
+    with jax.set_mesh(mesh):
+        expected = of_step(tx, params)
+    assert alone == expected
+
+
 @pytest.mark.parametrize(
     "settings",
     [dict(max_rank=4), dict(initial_rank=1, max_rank=8, error_threshold=0.1)],
