@@ -36,7 +36,7 @@ def quantize(
     Raises:
       ValueError: bits is none of these, or the array is a scalar.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.linspace(-1, 1, 5))
       >>> print(adapprox_jax.dequantize(codes, scales, 5))
@@ -99,7 +99,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     Raises:
       ValueError: codes, scales and n do not belong together.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.array([3.0, -3.0, 0.0]), bits=4)
       >>> print(adapprox_jax.dequantize(codes, scales, 3))

@@ -40,7 +40,7 @@ def state_shardings(
       ValueError: there is no mesh or more than one, a box names an axis that the mesh lacks, or
         `tx.init` has operations that JAX refuses under explicit axes.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, adapprox_jax
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> mesh = jax.make_mesh((1,), ("model",))

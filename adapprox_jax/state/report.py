@@ -49,7 +49,7 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
       ValueError: the arrays are traced, the state is of other parameters, or the two arguments
         were given in the other order.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
       >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=4, max_rank=4)
@@ -100,7 +100,7 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
     Returns:
       The bytes of all arrays of the state.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, adapprox_jax
       >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
       >>> adapprox_jax.state_nbytes(optax.adamw(1e-3), params)

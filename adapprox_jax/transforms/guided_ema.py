@@ -85,7 +85,7 @@ def guided_ema(
     Raises:
       ValueError: an argument is out of range, or guidance is asked for with b1 = 0.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.guided_ema(b1=0.9)
       >>> params = jnp.ones(3)
