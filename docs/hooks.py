@@ -72,7 +72,9 @@ def _targets(markdown, place):
     """The links of a page that lead to a file of the repository, and the path of that file."""
     source = origins[place]
     folder = source if (ROOT / source).is_dir() else posixpath.dirname(source)
-    links = {link: posixpath.normpath(posixpath.join(folder, link)) for link in LINK.findall(markdown)}
+    links = {
+        link: posixpath.normpath(posixpath.join(folder, link)) for link in LINK.findall(markdown)
+    }
     return {link: path for link, path in links.items() if (ROOT / path).exists()}
 
 

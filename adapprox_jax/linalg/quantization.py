@@ -42,7 +42,7 @@ def quantize(
       >>> print(adapprox_jax.dequantize(codes, scales, 5))
       [-1.         -0.49836066  0.          0.49836066  1.        ]
 
-    Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a quotient in place
+    Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a quotient instead
     of their table of codes.
     """
     require_choice("bits", bits, BITS)
