@@ -17,9 +17,13 @@ from adapprox_jax.sharding.axes import full_along
 
 
 class ScaleByNeuronMomentState(NamedTuple):
-    """State of `scale_by_neuron_moment`."""
+    """State of `scale_by_neuron_moment`.
 
-    nu: Any  # averages of squares, like the parameters with rows of size 1, float32 or wider
+    Attributes:
+      nu: Averages of squares, like the parameters with rows of size 1, float32 or wider.
+    """
+
+    nu: Any
 
 
 def scale_by_neuron_moment(
