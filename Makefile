@@ -11,9 +11,10 @@ VENV := .venv
 VENV312 := .venv312
 VENV_DEVICE := .venv-device
 VENV_GPU := .venv-gpu
+VENV_DOCS := .venv-docs
 PYTEST_FLAGS := -n 2 --dist worksteal -q
 
-.PHONY: train test test-all test-312 mutants lint device-program on-device
+.PHONY: train test test-all test-312 mutants lint docs docs-serve device-program on-device
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
@@ -32,6 +33,14 @@ lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python -m tools.prose
+
+# The pages of docs/ as a site, in the folder site; docs-serve shows it at http://127.0.0.1:8000.
+docs: $(VENV_DOCS)/installed
+	$(VENV_DOCS)/bin/mkdocs build --strict
+
+docs-serve: $(VENV_DOCS)/installed
+	$(VENV_DOCS)/bin/mkdocs serve
 
 # The library's own tests on Python 3.12, where pip finds a newer JAX, compiled as users compile.
 test-312:
@@ -74,4 +83,9 @@ $(VENV_GPU)/installed: pyproject.toml
 $(VENV_DEVICE)/installed: pyproject.toml
 	$(PYTHON312) -m venv $(VENV_DEVICE)
 	$(VENV_DEVICE)/bin/pip install -q --no-compile -e '.[test,device-program]'
+	touch $@
+
+$(VENV_DOCS)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV_DOCS)
+	$(VENV_DOCS)/bin/pip install -q --no-compile -e '.[docs]'
 	touch $@

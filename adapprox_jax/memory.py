@@ -88,7 +88,7 @@ def training_memory(
     Raises:
       ValueError: an axis of the mesh divides no parameter.
 
-    Example:
+    Examples:
       >>> from adapprox_jax.memory import training_memory
       >>> training_memory({"kernel": (1024, 4096)}, mesh={"fsdp": 8})["AdamW"]
       Memory(weights=2097152, gradients=2097152, state=4194308)
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Raises:
       SystemExit: an argument is not allowed. The code is 2, with one line on stderr.
 
-    Example:
+    Examples:
       >>> from adapprox_jax.memory import main
       >>> main(["gpt2", "--mesh", "fsdp=8"])  # doctest: +ELLIPSIS
       gpt2: 124,439,808 parameters, ...

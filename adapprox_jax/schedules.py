@@ -32,7 +32,7 @@ def sigmoid_growth(
     Raises:
       ValueError: eta or omega has the wrong sign.
 
-    Example:
+    Examples:
       >>> import adapprox_jax
       >>> int(adapprox_jax.sigmoid_growth()(0.5))
       175
@@ -72,7 +72,7 @@ def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.
     Raises:
       ValueError: an argument is out of range.
 
-    Example:
+    Examples:
       >>> import adapprox_jax
       >>> threshold = adapprox_jax.sampling_threshold(b2=0.999, at_least=0.05)
       >>> [round(float(threshold(t)), 2) for t in (1, 10, 100, 10000)]
@@ -108,7 +108,7 @@ def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
     Raises:
       ValueError: exponent is out of range.
 
-    Example:
+    Examples:
       >>> import adapprox_jax
       >>> b2 = adapprox_jax.increasing_decay()
       >>> [round(float(b2(t)), 3) for t in (1, 10, 1000, 100000)]

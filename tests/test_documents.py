@@ -1,4 +1,4 @@
-"""What the documents show runs as it stands there."""
+"""What the documents show runs as it stands there, and what they link to is there."""
 
 import doctest
 import importlib
@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -17,30 +18,65 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pkgutil.walk_packages(adapprox_jax.__path__, "adapprox_jax.")
 MODULES = [module.name for module in PACKAGE]
 
+PATHS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
+FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
-def test_training_loop_of_the_readme_runs_as_pasted(tmp_path, monkeypatch, capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    monkeypatch.chdir(tmp_path)
-    exec(code, {"__name__": "__main__"})
-    out = capsys.readouterr().out
-    printed = re.findall(r"(\w+): loss ([\d.]+), state ([\d,]+) bytes", out)
-    assert [name for name, *_ in printed] == ["adapprox", "adamw"]
-    losses, sizes = ([float(row[i].replace(",", "")) for row in printed] for i in (1, 2))
+
+def code_of(page):
+    """The blocks in Python of a page as one program, with the line numbers that the page has.
+
+    What is not meant to run is marked `py` there, which has the same colors.
+    """
+    code, end = "", 0
+    for block in FENCED.finditer(page):
+        if block[1] == "python":
+            code += "\n" * page.count("\n", end, block.start(2)) + textwrap.dedent(block[2])
+            end = block.end(2)
+    return code
+
+
+CODES = {name: code for name, page in PAGES.items() if (code := code_of(page))}
+
+
+@pytest.mark.parametrize("name", CODES)
+def test_code_of_pages_runs_as_pasted(name, tmp_path):
+    code = CODES[name]
+    for module in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
+        pytest.importorskip(module)  # the library's own tests run without Flax and its like
+    program = tmp_path / "page.py"
+    program.write_text(code)
+    settings = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, program],
+        cwd=tmp_path,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, f"{name}, by its lines: {done.stderr}"
+    if name in SHOWN:
+        SHOWN[name](done.stdout)
+
+
+def shows_less_state_than_adamw(printed):
+    rows = re.findall(r"(\w+): loss ([\d.]+), state ([\d,]+) bytes", printed)
+    assert [name for name, *_ in rows] == ["adapprox", "adamw"]
+    losses, sizes = ([float(row[i].replace(",", "")) for row in rows] for i in (1, 2))
     assert all(0.001 < loss < 0.1 for loss in losses)  # half of what it begins with, and no zero
     assert sizes[0] < 0.7 * sizes[1]
 
 
-def test_the_loop_on_many_devices_runs_as_pasted():
-    page = (ROOT / "docs" / "distributed.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    loss, spec = re.fullmatch(r"loss ([\d.]+) (.*)\n", done.stdout).groups()
+def shows_sharded_factors(printed):
+    loss, spec = re.fullmatch(r"loss ([\d.]+) (.*)\n", printed).groups()
     assert 0 < float(loss) < 1.5  # 3.2 at first
     assert "fsdp" in spec
+
+
+SHOWN = {
+    "README.md": shows_less_state_than_adamw,
+    "docs/distributed.md": shows_sharded_factors,
+}
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -55,8 +91,40 @@ def test_every_public_function_has_an_example():
             assert ">>>" in function.__doc__, function.__name__
 
 
-def test_relative_links_lead_somewhere():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
-            if not link.startswith("http"):
-                assert (page.parent / link).exists(), f"{page.name}: {link}"
+@pytest.mark.parametrize("name", PAGES)
+def test_relative_links_lead_somewhere(name):
+    prose = FENCED.sub("", PAGES[name])
+    for link in re.findall(r'\]\(([^)\s]+)|(?:src|href)="([^"]+)"', prose):
+        path, _, anchor = "".join(link).partition("#")
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (ROOT / name).parent / path if path else ROOT / name
+        assert target.exists(), f"{name}: {link}"
+        if anchor and target.suffix == ".md":
+            assert anchor in anchors_of(target.read_text()), f"{name}: {link}"
+
+
+def anchors_of(page):
+    """The anchors of headings, by the rule that GitHub and the site follow, and of the API."""
+    page = FENCED.sub("", page)
+    headings = re.findall(r"^#+ (.*?)\s*$", re.sub(r"\]\([^)]*\)", "", page), re.MULTILINE)
+    anchors = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return anchors | set(re.findall(r"^::: (\S+)$", page, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_pictures_have_an_alternative_text(name):
+    assert not re.findall(r"!\[\s*\]\(.*", PAGES[name])
+    assert not re.findall(r'<img(?![^>]*\balt="[^"])[^>]*>', PAGES[name])
+
+
+def test_the_api_has_each_public_name_once():
+    names = re.findall(r"^::: adapprox_jax\.(\S+)$", PAGES["docs/api.md"], re.MULTILINE)
+    assert sorted(names) == sorted(adapprox_jax.__all__)
+
+
+def test_the_site_leads_to_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    named = re.findall(r"^ +- .*: ([\w-]+\.md)$", site, re.MULTILINE)
+    pages = [name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")]
+    assert sorted(named) == sorted([*pages, "changelog.md"])  # that is CHANGELOG.md

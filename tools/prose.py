@@ -48,18 +48,17 @@ def findings(path):
     text = (docstrings if path.suffix == ".py" else prose)(path.read_text())
     found = [(match.start(), f"'{' '.join(match[0].split())}'") for match in WORDS.finditer(text)]
     starts = [0, *(match.end() for match in ITEM.finditer(text)), len(text)]
-    for start, end in itertools.pairwise(starts):
+    for start, end in itertools.pairwise(starts) if path.suffix == ".md" else ():
         for sentence in SENTENCE.finditer(text[start:end].rstrip()):
             count = len(re.findall(r"\S*\w\S*", sentence[0]))
-            if count > MOST_WORDS and path.suffix == ".md" and path.name != "CHANGELOG.md":
+            if count > MOST_WORDS and path.name != "CHANGELOG.md":
                 found.append((start + sentence.start(), f"a sentence of {count} words"))
     name = path.relative_to(ROOT)
     return [f"{name}:{text.count(chr(10), 0, at) + 1}: {what}" for at, what in sorted(found)]
 
 
 if __name__ == "__main__":
-    patterns = ("README.md", "CHANGELOG.md", "docs/*.md", "adapprox_jax/**/*.py")
-    paths = [path for pattern in patterns for path in sorted(ROOT.glob(pattern))]
-    found = [line for path in paths for line in findings(path)]
+    files = ("README.md", "CHANGELOG.md", "docs/*.md", "adapprox_jax/**/*.py")
+    found = [line for name in files for path in sorted(ROOT.glob(name)) for line in findings(path)]
     print("\n".join(found) or "prose: nothing found")
     sys.exit(bool(found))

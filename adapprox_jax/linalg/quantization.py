@@ -36,13 +36,13 @@ def quantize(
     Raises:
       ValueError: bits is none of these, or the array is a scalar.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.linspace(-1, 1, 5))
       >>> print(adapprox_jax.dequantize(codes, scales, 5))
       [-1.         -0.49836066  0.          0.49836066  1.        ]
 
-    Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a quotient in place
+    Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a quotient instead
     of their table of codes.
     """
     require_choice("bits", bits, BITS)
@@ -99,7 +99,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
     Raises:
       ValueError: codes, scales and n do not belong together.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.array([3.0, -3.0, 0.0]), bits=4)
       >>> print(adapprox_jax.dequantize(codes, scales, 3))

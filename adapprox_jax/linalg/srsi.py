@@ -46,7 +46,7 @@ def srsi(
     Raises:
       ValueError: an argument is out of range.
 
-    Example:
+    Examples:
       >>> import jax, adapprox_jax
       >>> a = jax.numpy.outer(jax.numpy.arange(1., 5.), jax.numpy.arange(1., 4.))
       >>> q, u = adapprox_jax.srsi(a, rank=1, key=jax.random.key(0))

@@ -125,7 +125,7 @@ def adapprox(
     Raises:
       ValueError: an argument is out of range, or updates are neither clipped nor without bias.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
       >>> tx = adapprox_jax.adapprox(learning_rate=1e-3, weight_decay=0.1)

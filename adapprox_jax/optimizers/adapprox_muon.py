@@ -124,7 +124,7 @@ def adapprox_muon(
     Raises:
       ValueError: an argument is out of range.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, adapprox_jax
       >>> params = {"embedding": jnp.ones((512, 64)), "mlp": jnp.ones((64, 256))}
       >>> tx = adapprox_jax.adapprox_muon(learning_rate=1e-2, weight_decay=0.1)

@@ -56,7 +56,7 @@ def hidden_matrices(
     Returns:
       A tree like the parameters with a boolean for each.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"embedding": jnp.ones((512, 64)), "mlp": {"kernel": jnp.ones((64, 256))}}
       >>> adapprox_jax.hidden_matrices(params)
@@ -87,7 +87,7 @@ def muon_report(
     Raises:
       ValueError: `orthogonalized` does not fit the parameters.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"head": jnp.ones((64, 512)), "mlp": jnp.ones((64, 256))}
       >>> for path, what in adapprox_jax.muon_report(params).items():

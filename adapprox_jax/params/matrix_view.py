@@ -11,9 +11,12 @@ import numpy as np
 class MatrixDimensionNumbers(NamedTuple):
     """Which axes of a leaf form the rows and which the columns of its matrices.
 
-    All other axes are batch: each index is one matrix with its own rank. No
-    rows or no columns: the leaf keeps a dense second moment. The idea is that of
+    All other axes are batch: each index is one matrix with its own rank. The idea is that of
     `optax.contrib.MuonDimensionNumbers`.
+
+    Attributes:
+      rows: One axis or several; none, (), keeps a dense second moment of the leaf.
+      columns: Likewise.
     """
 
     rows: int | Sequence[int] = 0

@@ -63,7 +63,7 @@ def shapes_of(model: str) -> Shapes:
       ValueError: there is no such model or path, or a file cannot be understood.
       OSError: a file cannot be read.
 
-    Example:
+    Examples:
       >>> from adapprox_jax.params.model_shapes import shapes_of
       >>> shapes_of("llama3-8b")["layers/attention/query/kernel"]
       (32, 4096, 32, 128)

@@ -40,7 +40,7 @@ def state_shardings(
       ValueError: there is no mesh or more than one, a box names an axis that the mesh lacks, or
         `tx.init` has operations that JAX refuses under explicit axes.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, adapprox_jax
       >>> from jax.sharding import NamedSharding, PartitionSpec
       >>> mesh = jax.make_mesh((1,), ("model",))
@@ -79,7 +79,7 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: A
       ValueError: `specs` does not fit the parameters, or `tx.init` has operations that JAX refuses
         under explicit axes.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, adapprox_jax
       >>> from jax.sharding import PartitionSpec
       >>> params = {"kernel": jax.ShapeDtypeStruct((256, 512), jnp.float32)}

@@ -82,7 +82,7 @@ def from_adam(
       ValueError: an argument is out of range, there is not one Adam state, it belongs to other
         parameters, its arrays are traced, or `tx` is no Adapprox.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512))}
       >>> adam_state = optax.adamw(1e-3).init(params)  # or from a checkpoint

@@ -20,16 +20,26 @@ class ScaleByAdapproxState(NamedTuple):
     After `count` and `key` come trees with the structure of the parameters. A leaf is factored or
     dense, and the fields of the other kind hold a scalar zero for it. `batch` is the shape of the
     axes that are neither rows nor columns.
+
+    Attributes:
+      count: int32 scalar, updates so far.
+      key: uint32 data of the random key: typed keys do not survive every checkpoint.
+      q: (*batch, shorter side, capacity), columns from `rank` on are zero.
+      u: (*batch, longer side, capacity).
+      rank: int32 (*batch), columns in use.
+      error: float32 (*batch), the paper's xi when it was measured last.
+      drift: float32 (*batch), estimates the distance from the exact second moment.
+      nu: Second moment of the dense leaves, with the leaf's shape.
     """
 
-    count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
-    key: jax.Array  # uint32 data of the random key: typed keys do not survive every checkpoint
-    q: Any  # (*batch, shorter side, capacity), columns from `rank` on are zero
-    u: Any  # (*batch, longer side, capacity)
-    rank: Any  # int32 (*batch), columns in use
-    error: Any  # float32 (*batch), the paper's xi when it was measured last
-    drift: Any  # float32 (*batch), estimates the distance from the exact second moment
-    nu: Any  # second moment of the dense leaves, with the leaf's shape
+    count: jax.Array  # type: ignore[assignment]
+    key: jax.Array
+    q: Any
+    u: Any
+    rank: Any
+    error: Any
+    drift: Any
+    nu: Any
 
 
 class LeafState(NamedTuple):

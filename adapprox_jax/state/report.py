@@ -16,16 +16,27 @@ from adapprox_jax.state.layout import ScaleByAdapproxState, leaf_states
 
 
 class RankInfo(NamedTuple):
-    """What is kept for one factored leaf. Stacked leaves have arrays with a number per matrix."""
+    """What is kept for one factored leaf. Stacked leaves have arrays with a number per matrix.
 
-    shape: tuple[int, ...]  # of the parameter
-    matrices: tuple[int, ...]  # as which it is seen: (*batch, shorter side, longer side)
-    rank: int | np.ndarray  # columns in use
-    capacity: int  # columns of the buffers
-    error: float | np.ndarray  # the paper's xi: error of the last factorization, relative
-    nbytes: int  # of q and u
-    dense_nbytes: int  # of a dense second moment in the parameter's dtype
-    drift: float | np.ndarray  # estimate of the relative distance from the exact second moment
+    Attributes:
+      shape: Of the parameter.
+      matrices: As which it is seen: (*batch, shorter side, longer side).
+      rank: Columns in use.
+      capacity: Columns of the buffers.
+      error: The paper's xi: error of the last factorization, relative.
+      nbytes: Bytes of q and u.
+      dense_nbytes: Bytes of a dense second moment in the parameter's dtype.
+      drift: Estimate of the relative distance from the exact second moment.
+    """
+
+    shape: tuple[int, ...]
+    matrices: tuple[int, ...]
+    rank: int | np.ndarray
+    capacity: int
+    error: float | np.ndarray
+    nbytes: int
+    dense_nbytes: int
+    drift: float | np.ndarray
 
     def is_full(self, error_threshold: float | None = None) -> bool:
         """Whether a rank is the buffers' width, and its error above a threshold if one is given."""
@@ -49,7 +60,7 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
       ValueError: the arrays are traced, the state is of other parameters, or the two arguments
         were given in the other order.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.zeros(512)}
       >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=4, max_rank=4)
@@ -100,7 +111,7 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
     Returns:
       The bytes of all arrays of the state.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp, optax, adapprox_jax
       >>> params = jax.ShapeDtypeStruct((1024, 4096), jnp.float32)
       >>> adapprox_jax.state_nbytes(optax.adamw(1e-3), params)

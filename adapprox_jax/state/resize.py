@@ -51,7 +51,7 @@ def resize(
         leaf or traced arrays, or columns in use would be dropped without `truncate`. Nothing is
         changed then.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512))}
       >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=1, max_rank=64)
@@ -124,7 +124,7 @@ def grow(
     Raises:
       ValueError: a size is no integer above the one before, or the arrays are traced.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> params = {"kernel": jnp.ones((256, 512))}
       >>> tx = adapprox_jax.adapprox(1e-3, initial_rank=4, max_rank=4)

@@ -1,7 +1,7 @@
 """Small leaves that are alike go together as a stack, so that many are soon compiled.
 
 On CPUs alone, where kernels that are alike are compiled once. What is cut out of an array at a
-place that the compiler knows is a kernel of its own. So places are numbers that it does not know.
+place that the compiler knows is a separate kernel. So places are numbers that it does not know.
 """
 
 from collections.abc import Callable, Hashable, Sequence

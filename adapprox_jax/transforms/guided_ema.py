@@ -37,11 +37,17 @@ _SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and m
 
 
 class GuidedEmaState(NamedTuple):
-    """State of `guided_ema`."""
+    """State of `guided_ema`.
 
-    mu: Any  # running average of the updates, with the structure and shapes of the parameters
-    scale: Any = ()  # of an average in codes: of each block of `mu`, which then holds codes
-    step: Any = ()  # of those, and with Nesterov's momentum: updates so far, int32 scalar
+    Attributes:
+      mu: Running average of the updates, with the structure and shapes of the parameters.
+      scale: Of an average in codes: of each block of `mu`, which then holds codes.
+      step: Of those, and with Nesterov's momentum: updates so far, int32 scalar.
+    """
+
+    mu: Any
+    scale: Any = ()
+    step: Any = ()
 
 
 def guided_ema(
@@ -85,7 +91,7 @@ def guided_ema(
     Raises:
       ValueError: an argument is out of range, or guidance is asked for with b1 = 0.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.guided_ema(b1=0.9)
       >>> params = jnp.ones(3)

@@ -33,7 +33,7 @@ def clip_by_matrix_rms(
     Raises:
       ValueError: threshold is not above 0.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, optax, adapprox_jax
       >>> tx = adapprox_jax.clip_by_matrix_rms(1.0)
       >>> updates, _ = tx.update(jnp.full(4, 5.0), tx.init(jnp.zeros(4)))
@@ -68,7 +68,7 @@ def scale_to_matrix_rms(
     Raises:
       ValueError: target is not above 0.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.scale_to_matrix_rms(0.25)
       >>> updates, _ = tx.update(jnp.full(4, 5.0), tx.init(jnp.zeros(4)))

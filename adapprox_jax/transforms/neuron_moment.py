@@ -17,9 +17,13 @@ from adapprox_jax.sharding.axes import full_along
 
 
 class ScaleByNeuronMomentState(NamedTuple):
-    """State of `scale_by_neuron_moment`."""
+    """State of `scale_by_neuron_moment`.
 
-    nu: Any  # averages of squares, like the parameters with rows of size 1, float32 or wider
+    Attributes:
+      nu: Averages of squares, like the parameters with rows of size 1, float32 or wider.
+    """
+
+    nu: Any
 
 
 def scale_by_neuron_moment(
@@ -47,7 +51,7 @@ def scale_by_neuron_moment(
     Raises:
       ValueError: an argument is out of range, or, from `update`, the state is of other leaves.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.scale_by_neuron_moment(b2=0.0)
       >>> updates, _ = tx.update(jnp.array([[3.0, 0.5], [3.0, 0.5]]), tx.init(jnp.zeros((2, 2))))

@@ -41,7 +41,7 @@ def orthogonalize(
     Raises:
       ValueError: steps is out of range, or, from `update`, a leaf has no matrices.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.orthogonalize()
       >>> updates, _ = tx.update(jnp.diag(jnp.array([3.0, 1.0])), tx.init(jnp.zeros((2, 2))))

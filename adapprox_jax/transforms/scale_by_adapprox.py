@@ -114,7 +114,7 @@ def scale_by_adapprox(
     Raises:
       ValueError: an argument is out of range, or a function gives what it must not.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.scale_by_adapprox()
       >>> params = {"kernel": jnp.ones((256, 512)), "bias": jnp.ones(512)}

@@ -44,7 +44,7 @@ def add_cautious_weight_decay(
     Raises:
       ValueError: weight_decay is out of range, or, from `update`, parameters are not given.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> tx = adapprox_jax.add_cautious_weight_decay(0.1)
       >>> params = jnp.array([1.0, 1.0])
