@@ -7,6 +7,7 @@ one optimizer serves every other one with equal settings.
 import dataclasses
 import math
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -40,11 +41,11 @@ FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
 class RankRule:
     """How large the rank of a matrix may be, and when and how it is chosen."""
 
-    initial_rank: int | None  # k_init; None: the rank is fixed at the buffers' width
-    max_rank: int | float  # k_max
-    rank_interval: int  # Delta s
-    rank_growth: RankGrowth | None  # f; None: the paper's
-    rank_margin: int
+    initial_rank: int | None = None  # k_init; None: the rank is fixed at the buffers' width
+    max_rank: int | float = 8  # k_max
+    rank_interval: int = 10  # Delta s
+    rank_growth: RankGrowth | None = None  # f; None: the paper's
+    rank_margin: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
@@ -86,11 +87,11 @@ class RankRule:
 class Subspace:
     """How a matrix is factored at a given rank: Algorithm 1."""
 
-    power_iterations: int  # l
-    oversampling: int  # p
-    rotate: bool
-    warm_start: bool
-    orthogonalization: Orthogonalization
+    power_iterations: int = 1  # l
+    oversampling: int = 0  # p
+    rotate: bool = True
+    warm_start: bool = True
+    orthogonalization: Orthogonalization = "cholesky"
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
@@ -118,8 +119,8 @@ class Subspace:
 class Storage:
     """Which leaves are factored, and how their factors are kept."""
 
-    min_dim_size_to_factor: int
-    factor_dtype: Any  # None: float32, or float64 for float64 parameters
+    min_dim_size_to_factor: int = 64
+    factor_dtype: Any = None  # None: float32, or float64 for float64 parameters
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
@@ -141,6 +142,20 @@ class Settings:
     subspace: Subspace
     storage: Storage
     approximate: Approximate
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> "Settings":
+        """Settings from the public keywords. What is None has its default.
+
+        The defaults stand here because `optax.inject_hyperparams` makes arrays of those integers
+        that stand in a signature, and nothing that decides shapes can be one.
+        """
+
+        def part(kind: Any) -> Any:
+            names = [field.name for field in dataclasses.fields(kind)]
+            return kind(**{name: keywords[name] for name in names if keywords[name] is not None})
+
+        return cls(part(RankRule), part(Subspace), part(Storage), keywords["approximate"])
 
     def __post_init__(self) -> None:
         """Raises ValueError for an approximation that there is not."""

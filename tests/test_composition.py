@@ -479,3 +479,18 @@ def test_state_nbytes_of_nested_states(wrapper):
     expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
     assert adapprox_jax.state_nbytes(tx, params) == expected
     assert adapprox_jax.state_nbytes(tx, jax.eval_shape(lambda: params)) == expected
+
+
+@pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+@pytest.mark.parametrize("settings", [{}, {"mu_dtype": "int4", "weight_decay": 0.1}])
+def test_hyperparameters_are_injected_without_static_arguments(make, settings):
+    params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(64)}
+    injected = optax.inject_hyperparams(make)(learning_rate=1e-2, **settings)
+    state = injected.init(params)
+    assert {"learning_rate", "b1", "weight_decay"} <= set(state.hyperparams)
+    plain = make(1e-2, **settings)
+    updates, after = jax.jit(injected.update)(params, state, params)
+    expected, _ = jax.jit(plain.update)(params, plain.init(params), params)
+    # 1 - b2 in float32 is off by 6e-5.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), updates, expected)
+    assert jax.tree.structure(after) == jax.tree.structure(state)

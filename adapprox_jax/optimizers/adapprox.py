@@ -11,10 +11,7 @@ from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
 from adapprox_jax.settings import (
     Hyperparameters,
-    RankRule,
     Settings,
-    Storage,
-    Subspace,
 )
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
@@ -56,21 +53,21 @@ def adapprox(
     bias_correction: bool = False,
     cautious_weight_decay: bool = False,
     initial_rank: int | None = None,
-    max_rank: int | float = 8,
+    max_rank: int | float | None = None,
     error_threshold: optax.ScalarOrSchedule = 0.01,
-    rank_interval: int = 10,
+    rank_interval: int | None = None,
     rank_growth: RankGrowth | None = None,
-    rank_margin: int = 0,
-    power_iterations: int = 1,
-    oversampling: int = 0,
+    rank_margin: int | None = None,
+    power_iterations: int | None = None,
+    oversampling: int | None = None,
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",
     orthogonalization: Orthogonalization = "cholesky",
-    min_dim_size_to_factor: int = 64,
+    min_dim_size_to_factor: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,
-    key: int | jax.Array = 0,
+    key: int | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with a low-rank second moment: stands where `optax.adamw` stood.
 
@@ -119,8 +116,9 @@ def adapprox(
 
     Returns:
       An `optax.GradientTransformation`. Under `optax.inject_hyperparams` the arguments that decide
-      shapes or code must be static: `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`; of
-      bfloat16 parameters give `hyperparam_dtype=jnp.float32`, too.
+      shapes or code must be static where they are given:
+      `inject_hyperparams(adapprox, static_args=STATIC_ARGS)`. Of bfloat16 parameters give
+      `hyperparam_dtype=jnp.float32`, too.
 
     Raises:
       ValueError: an argument is out of range, or updates are neither clipped nor without bias.
@@ -136,12 +134,7 @@ def adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    settings = Settings(
-        RankRule(initial_rank, max_rank, rank_interval, rank_growth, rank_margin),
-        Subspace(power_iterations, oversampling, rotate, warm_start, orthogonalization),
-        Storage(min_dim_size_to_factor, factor_dtype),
-        approximate,
-    )
+    settings = Settings.of(locals())
     hyperparameters = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
     numbers = weight_dimension_numbers
     return optax.chain(

@@ -13,10 +13,7 @@ from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
     Hyperparameters,
-    RankRule,
     Settings,
-    Storage,
-    Subspace,
 )
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
@@ -41,27 +38,27 @@ def adapprox_muon(
     *,
     orthogonalized: Selection = None,
     nesterov: bool = True,
-    newton_schulz_steps: int = 5,
+    newton_schulz_steps: int | None = None,
     second_moment: bool | Literal["neurons"] = "neurons",
     cautious_weight_decay: bool = False,
     adapprox_b1: jax.typing.ArrayLike = 0.9,
     adapprox_learning_rate_scale: jax.typing.ArrayLike = 1.0,
     initial_rank: int | None = None,
-    max_rank: int | float = 8,
+    max_rank: int | float | None = None,
     error_threshold: optax.ScalarOrSchedule = 0.01,
-    rank_interval: int = 10,
+    rank_interval: int | None = None,
     rank_growth: RankGrowth | None = None,
-    rank_margin: int = 0,
-    power_iterations: int = 1,
-    oversampling: int = 0,
+    rank_margin: int | None = None,
+    power_iterations: int | None = None,
+    oversampling: int | None = None,
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",
     orthogonalization: Orthogonalization = "cholesky",
-    min_dim_size_to_factor: int = 64,
+    min_dim_size_to_factor: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,
-    key: int | jax.Array = 0,
+    key: int | jax.Array | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon with a second moment of its directions, and `adapprox` for all other parameters.
 
@@ -88,7 +85,7 @@ def adapprox_muon(
         parameters, and at updates from the gradients, to it; None for `hidden_matrices`.
         `muon_report` tells what becomes of each.
       nesterov: Nesterov's momentum.
-      newton_schulz_steps: Of the iteration that makes directions orthogonal.
+      newton_schulz_steps: Of the iteration that makes directions orthogonal; None for 5.
       second_moment: Of the directions: "neurons" for one number for each output of a matrix
         (`scale_by_neuron_moment`), True for factors, False for none, as in Muon: an RMS of about
         0.2 then. The settings from `initial_rank` on are for all
@@ -138,13 +135,9 @@ def adapprox_muon(
     docs/orthogonal.md.
     """
     _check(b1, b2, adapprox_b1, adapprox_learning_rate_scale, second_moment)
-    require_integer("newton_schulz_steps", newton_schulz_steps, 1)
-    settings = Settings(
-        RankRule(initial_rank, max_rank, rank_interval, rank_growth, rank_margin),
-        Subspace(power_iterations, oversampling, rotate, warm_start, orthogonalization),
-        Storage(min_dim_size_to_factor, factor_dtype),
-        approximate,
-    )
+    steps = 5 if newton_schulz_steps is None else newton_schulz_steps
+    require_integer("newton_schulz_steps", steps, 1)
+    settings = Settings.of(locals())
     hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     numbers = weight_dimension_numbers
     scaled = scale_with(settings, hyperparameters, numbers, key)
@@ -152,7 +145,7 @@ def adapprox_muon(
     of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
     hidden = optax.chain(
         average_unless_zero(b1, rounding="nearest", nesterov=nesterov, **of_average),
-        orthogonalize(newton_schulz_steps, numbers),
+        orthogonalize(steps, numbers),
         *_divide_and_scale(second_moment, b2, eps, scaled, numbers),
     )
     others = optax.chain(

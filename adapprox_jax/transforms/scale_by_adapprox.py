@@ -25,9 +25,7 @@ from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_nu
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import (
     Hyperparameters,
-    RankRule,
     Settings,
-    Storage,
     Subspace,
 )
 from adapprox_jax.sharding.axes import mesh_of, replicated
@@ -51,21 +49,21 @@ def scale_by_adapprox(
     eps_root: jax.typing.ArrayLike = 0.0,
     bias_correction: bool = False,
     initial_rank: int | None = None,
-    max_rank: int | float = 8,
+    max_rank: int | float | None = None,
     error_threshold: optax.ScalarOrSchedule = 0.01,
-    rank_interval: int = 10,
+    rank_interval: int | None = None,
     rank_growth: RankGrowth | None = None,
-    rank_margin: int = 0,
-    power_iterations: int = 1,
-    oversampling: int = 0,
+    rank_margin: int | None = None,
+    power_iterations: int | None = None,
+    oversampling: int | None = None,
     rotate: bool = True,
     warm_start: bool = True,
     approximate: Approximate = "root",
     orthogonalization: Orthogonalization = "cholesky",
-    min_dim_size_to_factor: int = 64,
+    min_dim_size_to_factor: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     factor_dtype: jax.typing.DTypeLike | None = None,
-    key: int | jax.Array = 0,
+    key: int | jax.Array | None = None,
 ) -> optax.GradientTransformation:
     """Scales gradients by the root of a second moment kept as low-rank factors.
 
@@ -83,29 +81,31 @@ def scale_by_adapprox(
       initial_rank: k_init, the first rank tried, at least 1. None, or `max_rank`: the rank is fixed
         at `max_rank`, the simple, predictable mode.
       max_rank: k_max, the width of the buffers: an int, or a float in (0, 1] as a fraction of
-        min(m, n), rounded down, at least 1. Cut to the widest that are smaller than the matrix.
+        min(m, n), rounded down, at least 1; None for 8. Cut to the widest that are smaller than the
+        matrix.
       error_threshold: The rank grows while the relative error is above it, at least 0. With
         `approximate="root"` this is the error of the root. Or a function from the step, from 1, to
         it, as `sampling_threshold` gives.
-      rank_interval: Steps between choices of the rank, at least 1.
+      rank_interval: Steps between choices of the rank, at least 1; None for 10.
       rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
-      rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0. What
-        those leave out gathers there over the steps, so that a low rank can be seen to be too low.
-      power_iterations: l, passes of Algorithm 1's loop, at least 1.
-      oversampling: p, columns worked on beyond the rank, at least 0; no effect without `rotate`.
-        With a warm start the columns in use turn towards what they lack by themselves, and more did
-        not lower the loss (docs/design.md).
+      rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0; None
+        for 0. What that rank leaves out gathers there over the steps, so that a rank can be seen to
+        be too low.
+      power_iterations: l, passes of Algorithm 1's loop, at least 1; None for 1.
+      oversampling: p, columns worked on beyond the rank, at least 0; None for 0. No effect without
+        `rotate`. With a warm start the columns in use turn towards what they lack by themselves,
+        and more did not lower the loss.
       rotate: Keep the best k of the k + p directions; False is the algorithm as printed.
       warm_start: Start from the last factors instead of a Gaussian matrix.
       approximate: "moment" factors V, "root" its elementwise square root.
       orthogonalization: "qr" or "cholesky" (see `srsi`).
-      min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense.
+      min_dim_size_to_factor: Leaves with fewer rows or columns than this stay dense; None for 64.
       weight_dimension_numbers: `MatrixDimensionNumbers` for some or all leaves: a tree that is a
         prefix of the parameters' (None: the default view), or a function from parameters to it.
       factor_dtype: Type of q and u: bfloat16 (rounded stochastically, so that slow changes are not
         lost), float32 or float64; None for float32, or float64 for float64 parameters.
-      key: An int seed or a JAX random key for the Gaussian starts. The same starts serve every
-        leaf, so that an update does not depend on the order or the stacking of leaves.
+      key: An int seed or a JAX random key for the Gaussian starts; None for 0. The same starts
+        serve every leaf, so that an update does not depend on the order or the stacking of leaves.
 
     Returns:
       An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update can be
@@ -124,12 +124,7 @@ def scale_by_adapprox(
 
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
-    settings = Settings(
-        RankRule(initial_rank, max_rank, rank_interval, rank_growth, rank_margin),
-        Subspace(power_iterations, oversampling, rotate, warm_start, orthogonalization),
-        Storage(min_dim_size_to_factor, factor_dtype),
-        approximate,
-    )
+    settings = Settings.of(locals())
     hyperparameters = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
     return scale_with(settings, hyperparameters, weight_dimension_numbers, key)
 
@@ -138,11 +133,11 @@ def scale_with(
     settings: Settings,
     hyperparameters: Hyperparameters,
     weight_dimension_numbers: WeightDimensionNumbers,
-    key: int | jax.Array,
+    key: int | jax.Array | None,
 ) -> optax.GradientTransformation:
     """`scale_by_adapprox` with its arguments put together."""
     check_dimension_numbers(weight_dimension_numbers)
-    seed_or_key, key_impl = check_key(key)
+    seed_or_key, key_impl = check_key(0 if key is None else key)
 
     def init(params: optax.Params) -> ScaleByAdapproxState:
         leaves = Leaves.of(params, "parameter")
