@@ -202,7 +202,8 @@ def draw_points(
       path: Of the picture.
     """
     figure = Figure(figsize=(6, 2.7 * len(settings)), layout="constrained")
-    for setting, axes in zip(settings, figure.subplots(len(settings)), strict=True):
+    panels = figure.subplots(len(settings), squeeze=False)
+    for setting, axes in zip(settings, panels[:, 0], strict=True):
         for name, contenders in names.items():
             one = best_of(results, contenders, setting)
             place = one.bytes_a_parameter, one.mean

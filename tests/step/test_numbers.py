@@ -294,6 +294,6 @@ def test_missing_params_where_decay_needs_them():
 
 
 def test_integers_that_decide_shapes_must_not_be_injected():
-    tx = optax.inject_hyperparams(adapprox_jax.adapprox)(1e-3)
+    tx = optax.inject_hyperparams(adapprox_jax.adapprox)(1e-3, max_rank=4)
     with pytest.raises(ValueError, match=r"is traced; .* static_args=adapprox_jax\.STATIC_ARGS"):
         jax.jit(tx.init)(PARAMS)
