@@ -79,11 +79,9 @@ $(VENV_NEWEST)/installed: pyproject.toml
 	$(VENV_NEWEST)/bin/python -m compileall -q -j 0 $(VENV_NEWEST)/lib
 	touch $@
 
-# The lower bounds of the two lines of pyproject.toml, pinned.
 $(VENV_OLDEST)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV_OLDEST)
-	sed -n '/^dependencies = /s/>=/==/gp; /^flax = /s/>=/==/gp' pyproject.toml | grep -o '"[^"]*"' | tr -d '"' \
-		> $(VENV_OLDEST)/pins
+	grep -oE '"(jax|optax|flax)>=[^"]+"' pyproject.toml | tr -d '"' | sed 's/>=/==/' > $(VENV_OLDEST)/pins
 	$(VENV_OLDEST)/bin/pip install -q --no-compile -e '.[test-library]' -r $(VENV_OLDEST)/pins
 	$(VENV_OLDEST)/bin/python -m compileall -q -j 0 $(VENV_OLDEST)/lib
 	touch $@
