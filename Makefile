@@ -18,6 +18,8 @@ VENV_DEVICE := .venv-device
 VENV_GPU := .venv-gpu
 PYTEST_FLAGS := -n 2 --dist worksteal -q
 LIBRARY_TESTS := -m "not slow" --ignore tests/examples --ignore tests/benchmarks
+OLDEST_TESTS := -m "not slow" --quick-compilation tests/linalg tests/optax_suite tests/optimizers tests/params \
+	tests/state tests/transforms tests/test_documents.py tests/test_flax.py
 
 .PHONY: train test test-all test-versions test-oldest test-newest mutants lint release-check device-program on-device
 
@@ -43,7 +45,7 @@ lint: $(VENV)/installed
 test-versions: test-oldest test-newest
 
 test-oldest: $(VENV_OLDEST)/installed
-	$(VENV_OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(LIBRARY_TESTS) --quick-compilation
+	$(VENV_OLDEST)/bin/python -m pytest $(PYTEST_FLAGS) $(OLDEST_TESTS)
 
 # Compiled as users compile.
 test-newest:
