@@ -19,7 +19,7 @@ VENV_GPU := .venv-gpu
 PYTEST_FLAGS := -n 2 --dist worksteal -q
 LIBRARY_TESTS := -m "not slow" --ignore tests/examples --ignore tests/benchmarks
 OLDEST_TESTS := -m "not slow" --quick-compilation tests/linalg tests/optax_suite tests/optimizers tests/params \
-	tests/state tests/transforms tests/test_documents.py tests/test_flax.py
+	tests/sharding tests/state tests/transforms tests/test_documents.py tests/test_flax.py
 
 .PHONY: train test test-all test-versions test-oldest test-newest mutants lint release-check device-program on-device
 
