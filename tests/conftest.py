@@ -8,7 +8,6 @@ With `--quick-compilation`, as in `make test`, XLA also leaves out most optimiza
 programs run a few steps only. `make test-all` and `make test-newest` compile as users do.
 """
 
-import importlib
 import os
 import subprocess
 import sys
@@ -18,8 +17,6 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-if not hasattr(jax, "enable_x64"):  # before JAX 0.8
-    jax.enable_x64 = importlib.import_module("jax.experimental").enable_x64
 
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 

@@ -20,7 +20,7 @@ SETTINGS = {
 }
 
 of_newer_compilers = pytest.mark.skipif(
-    jax.__version_info__ < (0, 10), reason="the XLA of JAX 0.7 plans larger temporaries"
+    jax.__version_info__ < (0, 10), reason="the XLA of JAX 0.8 plans larger temporaries"
 )
 
 
