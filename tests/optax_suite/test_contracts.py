@@ -8,7 +8,6 @@ import inspect
 import itertools
 import unittest
 
-import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -56,16 +55,11 @@ def register(monkeypatch, optimizer):
     )
 
 
-class Case(suite.ContribTest):
-    __test__ = False  # pytest would run the suite's own tests
-    variant = staticmethod(jax.jit)  # what Optax 0.2.6 calls, and later versions do not
-
-
 def run_contract(contract, settings, **parameters):
     """Runs one test of the suite; that it does not apply to adapprox is a failure."""
     try:
         CONTRACTS[contract](
-            Case(),
+            suite.ContribTest(),
             opt_name="adapprox",
             opt_kwargs={"learning_rate": 1e-2, **settings},
             wrapper_name=None,
