@@ -20,7 +20,7 @@ from adapprox_jax.transforms.orthogonalize import orthogonalize
 from adapprox_jax.transforms.scale_by_adapprox import scale_by_adapprox
 from adapprox_jax.transforms.weight_decay import add_cautious_weight_decay
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "MUON_STATIC_ARGS",

@@ -5,7 +5,7 @@ same functions made anew. A folder of programs, which JAX reads and fills, spare
 new in every run, and the workers of xdist and the programs that tests start share it.
 
 With `--quick-compilation`, as in `make test`, XLA also leaves out most optimizations: nearly all
-programs run a few steps only. `make test-all` and the run on Python 3.12 compile as users do.
+programs run a few steps only. `make test-all` and `make test-newest` compile as users do.
 """
 
 import os

@@ -19,6 +19,10 @@ SETTINGS = {
     "bfloat16 factors": dict(max_rank=4, factor_dtype=jnp.bfloat16, approximate="moment"),
 }
 
+of_newer_compilers = pytest.mark.skipif(
+    jax.__version_info__ < (0, 10), reason="the XLA of JAX 0.8 plans larger temporaries"
+)
+
 
 @pytest.fixture
 def in_tiles(monkeypatch):
@@ -78,6 +82,7 @@ def test_updates_in_tiles_have_the_type_of_gradients_in_bfloat16(in_tiles):
     assert np.linalg.norm(actual - expected) <= 2**-8 * np.linalg.norm(expected)
 
 
+@of_newer_compilers
 @pytest.mark.parametrize(
     "settings", [{}, dict(approximate="moment", power_iterations=2)], ids=["root", "moment"]
 )
@@ -106,6 +111,7 @@ def test_tile_counts(shape, expected):
     assert tiles.tile_count(shape, None) == 1
 
 
+@of_newer_compilers
 @pytest.mark.parametrize(
     "settings",
     [pytest.param(dict(max_rank=4), marks=pytest.mark.slow), dict(initial_rank=1, max_rank=4)],
