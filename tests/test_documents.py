@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pkgutil.walk_packages(adapprox_jax.__path__, "adapprox_jax.")
 MODULES = [module.name for module in PACKAGE]
 
-PATHS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PATHS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PATHS}
 FENCED = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
