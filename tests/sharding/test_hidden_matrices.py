@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
+from adapprox_jax.sharding import matrix_exchange
 from benchmarks.collectives import collectives_of
 
 DEVICES = 8
@@ -182,6 +183,15 @@ def test_vmapped_and_differentiated_on_a_mesh(mesh):
         expected = [jax.jit(jax.vmap(total))(value), jax.jit(jax.grad(total))(value[0])]
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(y))))
+
+
+def test_axes_that_the_devices_do_not_divide_evenly_are_whole(mesh):
+    sharding = NamedSharding(mesh, P("x", "y", None))
+    lies = [
+        matrix_exchange._lie(mesh, jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding))
+        for shape in ((8, 16, 16), (7, 16, 16), (8, 15, 16))
+    ]
+    assert lies == [(("x",), ("y",), ()), ((), ("y",), ()), (("x",), (), ())]
 
 
 @pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.8 refuses such shardings")

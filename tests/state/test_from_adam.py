@@ -176,6 +176,17 @@ def test_states_can_be_donated_and_parameters_may_be_called_count():
     assert adam_state[0].nu["b"].shape == (96,)  # neither was given away
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_dense_second_moment_is_corrected_where_the_optimizer_does_not_correct_it(corrected):
+    params = {"bias": jnp.ones(8)}
+    adam = optax.adam(RATE, b2=0.99)
+    _, adam_state = adam.update({"bias": jnp.full(8, 2.0)}, adam.init(params))
+    tx = adapprox_jax.adapprox(RATE, b2=0.99, bias_correction=corrected)
+    state = from_adam(tx, adam_state, params, b2=0.99, bias_correction=corrected)
+    # One gradient of 2: its square, or a hundredth of it.
+    np.testing.assert_allclose(state[0].nu["bias"], 0.04 if corrected else 4.0, rtol=1e-4)
+
+
 def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam, adams_next):
     params, state, _, loss = with_adam
     parts = {"matrix": adapprox_jax.adapprox(RATE), "rest": optax.adamw(RATE)}
