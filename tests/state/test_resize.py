@@ -150,6 +150,9 @@ def test_truncation_reports_what_is_lost(approximate):
     np.testing.assert_allclose(cut.error["kernel"], left / np.linalg.norm(target), rtol=1e-3)
     assert int(cut.rank["kernel"]) == 5
     assert float(cut.drift["kernel"]) >= float(left) * 0.999
+    # A bound of distances: they add up, even where they are orthogonal.
+    lost = np.linalg.norm(np.asarray(state.u["kernel"])[:, 5:])
+    np.testing.assert_allclose(cut.drift["kernel"], state.drift["kernel"] + lost, rtol=1e-5)
 
 
 def test_single_leaves_by_their_paths():
