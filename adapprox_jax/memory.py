@@ -24,18 +24,19 @@ from adapprox_jax.sharding.state_shardings import state_shardings
 from adapprox_jax.state.report import state_nbytes
 
 DEVICES = (16, 24, 80, 95)  # GB of their memory, of 10^9 bytes each
-NOTE = """\
-Fits in devices of 16, 24, 80 or 95 GB (10^9 bytes), activations not counted. --help says which
-optimizers these are."""
-ROWS = """\
-AdamW is optax.adamw(rate, mu_dtype="float32"); its second moment has the type of the weights.
+NOTE = f"""\
+Of devices with {", ".join(map(str, DEVICES))} GB (10^9 bytes). Activations are not counted.
+--help says how each optimizer is set."""
+EPILOG = """\
+All have their defaults, so that averages have the type of the weights where no bits are named.
 Adafactor is optax.adafactor(rate, momentum=0.9), whose momentum is in float32; it does not factor
-attention kernels with heads of fewer than 128 numbers. Muon is optax.contrib.muon(rate,
-mu_dtype="float32") for the matrices that adapprox_muon orthogonalizes, with its AdamW for all other
-parameters. Bits are those of the momentum of adapprox and adapprox_muon, their mu_dtype."""
+attention kernels with heads of fewer than 128 numbers. Muon is optax.contrib.muon(rate) for the
+matrices that adapprox_muon orthogonalizes, with its AdamW for all other parameters. On a mesh the
+first axis divides each parameter along its longest side that it divides, the next one along the
+next. State per parameter is that of all devices."""
 _RATE = 1e-3
 _TYPES = ("float32", "bfloat16")
-_UNITS = {"GiB": 2**30, "MiB": 2**20}
+_UNITS = {"GB": 10**9, "MB": 10**6}
 
 
 def _muon() -> optax.GradientTransformation:
@@ -43,17 +44,17 @@ def _muon() -> optax.GradientTransformation:
         hidden = hidden_matrices(params)
         return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if x else None, hidden)
 
-    return optax.contrib.muon(_RATE, mu_dtype="float32", muon_weight_dimension_numbers=numbers)
+    return optax.contrib.muon(_RATE, muon_weight_dimension_numbers=numbers)
 
 
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "AdamW": functools.partial(optax.adamw, _RATE, mu_dtype="float32"),
+    "AdamW": functools.partial(optax.adamw, _RATE),
     "Adafactor": functools.partial(optax.adafactor, _RATE, momentum=0.9),
     "Muon": _muon,
     **{
-        f"{make.__name__}, {bits} bits": functools.partial(make, _RATE, mu_dtype=dtype)
+        f"{make.__name__}{bits}": functools.partial(make, _RATE, mu_dtype=dtype)
         for make in (adapprox, adapprox_muon)
-        for bits, dtype in {32: "float32", 8: "int8", 4: "int4"}.items()
+        for bits, dtype in {"": None, ", 8 bits": "int8", ", 4 bits": "int4"}.items()
     },
 }
 
@@ -98,8 +99,8 @@ def training_memory(
     for axis, size in sizes.items():
         if size > 1 and not any(axis in spec for spec in specs.values()):
             raise ValueError(
-                f"the mesh has {axis}={size}, which divides no side of a parameter that is left"
-                " for it; allowed: numbers of devices that divide one evenly."
+                f"the mesh has {axis}={size}, and no parameter has a side left that {size} divides;"
+                " allowed: numbers of devices that divide one."
             )
 
     on = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
@@ -153,12 +154,12 @@ def _record(memory: Memory, parameters: int, devices: int) -> dict[str, Any]:
 
 def _unit(records: dict[str, dict[str, Any]]) -> str:
     largest = max(record["sum"] for record in records.values())
-    return "GiB" if largest >= _UNITS["GiB"] else "MiB"
+    return "GB" if largest >= _UNITS["GB"] else "MB"
 
 
 def _table(records: dict[str, dict[str, Any]]) -> str:
     unit, parts = _unit(records), (*Memory._fields, "sum")
-    rows = [[unit, *parts, "state per parameter", "fits in GB"]]
+    rows = [[unit, *parts, "state per parameter", "fits in"]]
     for name, record in records.items():
         sizes = [f"{record[part] / _UNITS[unit]:.2f}" for part in parts]
         fits = ", ".join(size.removesuffix(" GB") for size, fits in record["fits"].items() if fits)
@@ -202,7 +203,7 @@ def _mesh(text: str) -> dict[str, int]:
     pairs = re.findall(r"([A-Za-z_]\w*)=([1-9]\d{0,5})(?:,|$)", text)
     if not pairs or ",".join(map("=".join, pairs)) != text or len(dict(pairs)) < len(pairs):
         allowed = "axes with their numbers of devices, each once, such as fsdp=8,tensor=2"
-        raise argparse.ArgumentTypeError(f"it is {text!r}; allowed: {allowed}.")
+        raise argparse.ArgumentTypeError(f"{text!r} is no mesh; allowed: {allowed}.")
     return {axis: int(size) for axis, size in pairs}
 
 
@@ -220,13 +221,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
       >>> main(["gpt2", "--mesh", "fsdp=8"])  # doctest: +ELLIPSIS
       gpt2: 124,439,808 parameters, ...
     """
-    parser = _Parser(prog="python -m adapprox_jax.memory", description=__doc__, epilog=ROWS)
+    parser = _Parser(prog="python -m adapprox_jax.memory", description=__doc__, epilog=EPILOG)
     paths = "the path of .safetensors, of a folder of them or of Orbax, or of a .json of shapes"
     parser.add_argument(
         "model", help=f"{', '.join(KNOWN_MODELS)} (of Gemma its text decoder), or {paths}"
     )
-    parser.add_argument("--weights", choices=_TYPES, default="float32", help="their type")
-    parser.add_argument("--gradients", choices=_TYPES, help="their type, if another one")
+    parser.add_argument(
+        "--weights", choices=_TYPES, default="float32", help="type of the weights (float32)"
+    )
+    parser.add_argument(
+        "--gradients", choices=_TYPES, help="type of the gradients (that of the weights)"
+    )
     parser.add_argument("--mesh", type=_mesh, default={}, help="devices: fsdp=8,tensor=2")
     parser.add_argument("--plot", metavar="FILE.png", help="draw a bar for each optimizer")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")

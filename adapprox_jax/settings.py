@@ -207,8 +207,8 @@ class Hyperparameters:
 
 
 # What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, b1 among
-# them because with 0 no average is kept, and what can be called without being a schedule. Of
-# `adapprox`, and of `adapprox_muon`.
+# them because with 0 no average is kept, and what can be called without being a schedule. The first
+# tuple is for `adapprox`, the second for `adapprox_muon`.
 STATIC_ARGS: tuple[str, ...] = (
     *("b1", "mu_dtype", "mask", "cosine_guidance", "bias_correction", "cautious_weight_decay"),
     *(field.name for part in (RankRule, Subspace, Storage) for field in dataclasses.fields(part)),
@@ -223,20 +223,12 @@ MUON_STATIC_ARGS: tuple[str, ...] = (
 
 def require_max_rank(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is a width of buffers: an integer or a fraction."""
-    if isinstance(value, float):
-        require(
-            name,
-            value,
-            lambda x: 0 < x <= 1,
-            "as a float, a fraction in (0, 1], as an integer a width",
-        )
-    elif isinstance(value, jax.Array):
-        require_integer(name, value, 1)
-    else:
-        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        allowed = "an integer of at least 1, or a float in (0, 1]"
-        if not (is_integer and value >= 1):
-            raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
+    if isinstance(value, jax.Array):
+        require_integer(name, value, 1)  # whose message says what to do
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not (value >= 1 if is_integer else isinstance(value, float) and 0 < value <= 1):
+        allowed = "an integer of at least 1, or a float in (0, 1], a fraction of the shorter side"
+        raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
 def resolve_capacity(max_rank: int | float, rows: int, columns: int) -> int:

@@ -45,7 +45,7 @@ SHOWN = {
     "Muon": (("Muon", _MUON_X2, "Muon clipped"), (0, 8)),
     "NorMuon": (("NorMuon",), (0, -15)),
     "adapprox": (("adapprox",), (0, 8)),
-    "adapprox, 4 bits": (("adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING), (14, 8)),
+    "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
     "adapprox_muon, 4 bits": (("adapprox_muon 4 bits",), (30, 8)),
 }
 _SHOWN_NAMES = {name: contenders for name, (contenders, _) in SHOWN.items()}

@@ -494,3 +494,15 @@ def test_hyperparameters_are_injected_without_static_arguments(make, settings):
     # 1 - b2 in float32 is off by 6e-5.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4), updates, expected)
     assert jax.tree.structure(after) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("name", ["adapprox", "adapprox_muon"])
+@pytest.mark.parametrize("other", ["adamw", "adapprox", "adapprox_muon"])
+def test_the_state_of_another_optimizer_is_named(name, other):
+    if name == other:
+        return
+    params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(64)}
+    state = getattr(optax if other == "adamw" else adapprox_jax, other)(1e-2).init(params)
+    with pytest.raises(ValueError, match=rf"^{name} got (a|the) state of .*") as raised:
+        getattr(adapprox_jax, name)(1e-2).update(params, state, params)
+    assert "\n" not in str(raised.value)

@@ -17,7 +17,7 @@ from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
-from adapprox_jax.transforms.weight_decay import decay_and_rate
+from adapprox_jax.transforms.weight_decay import decay_and_rate, named_chain
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
 # decays are not among them.
@@ -137,7 +137,8 @@ def adapprox(
     settings = Settings.of(locals())
     hyperparameters = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
     numbers = weight_dimension_numbers
-    return optax.chain(
+    return named_chain(
+        "adapprox",
         scale_with(settings, hyperparameters, numbers, key),
         _clip(clipping_threshold, bias_correction, b2, numbers),
         _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, numbers),

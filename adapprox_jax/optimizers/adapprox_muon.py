@@ -6,7 +6,7 @@ from typing import Any, Literal
 import jax
 import optax
 
-from adapprox_jax.argument_checks import require, require_choice, require_integer
+from adapprox_jax.argument_checks import check_state, require, require_choice, require_integer
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
 from adapprox_jax.params.views import WeightDimensionNumbers
@@ -21,7 +21,7 @@ from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matr
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
-from adapprox_jax.transforms.weight_decay import decay_and_rate
+from adapprox_jax.transforms.weight_decay import decay_and_rate, named_chain
 
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
 
@@ -154,7 +154,8 @@ def adapprox_muon(
         average_unless_zero(adapprox_b1, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )
-    return optax.chain(
+    return named_chain(
+        "adapprox_muon",
         _partition(hidden, others, _labels(orthogonalized, numbers)),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
@@ -170,6 +171,7 @@ def _partition(
 
     def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
+        check_state(state, optax.PartitionState, "adapprox_muon")
         return parts.update(updates, state)
 
     return optax.GradientTransformation(parts.init, update)

@@ -131,11 +131,11 @@ def resolve_selection(
     try:
         flags = [unbox(flag) for flag in leaves.spread(given, is_box)]
     except (ValueError, TypeError) as error:
-        raise ValueError(f"orthogonalized is {given!r}; allowed: {allowed}.") from error
+        raise ValueError(f"orthogonalized is {given!r:.200}; allowed: {allowed}.") from error
     views = views_of(weight_dimension_numbers, leaves)
     for name, leaf, flag, view in zip(leaves.names, leaves.arrays, flags, views, strict=True):
         if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"orthogonalized has {flag!r} at {name}; allowed: {allowed}.")
+            raise ValueError(f"orthogonalized has {flag!r:.60} at {name}; allowed: {allowed}.")
         if flag and not view.is_matrix:
             raise ValueError(
                 f"orthogonalized names {name} of shape {leaf.shape}; allowed: leaves with rows and"

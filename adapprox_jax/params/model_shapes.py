@@ -85,9 +85,10 @@ def shapes_of(model: str) -> Shapes:
     elif len(trees) == 1:
         shapes = _of_orbax(trees[0])
     else:
-        found = "a path without a model, or with several" if path.exists() else "no model or path"
+        found = f"holds {len(trees)} Orbax checkpoints" if trees else "holds no weights"
+        found = found if path.exists() else "is neither a known model nor a path"
         raise ValueError(
-            f"{model!r} is {found}; allowed: {', '.join(KNOWN_MODELS)}, or the path of a"
+            f"{model!r} {found}; allowed: {', '.join(KNOWN_MODELS)}, or the path of a"
             " .safetensors file, of a folder of such files or of one Orbax checkpoint, or of a"
             " .json file of shapes."
         )
@@ -130,8 +131,8 @@ def _of_safetensors(file: pathlib.Path) -> Shapes:
         most = min(max(file.stat().st_size - 8, 0), _LONGEST_HEADER)
         if not 0 < length <= most:
             raise ValueError(
-                f"{file}: its first 8 bytes tell of a header of {length} bytes; allowed: 1 to"
-                f" {most}, as many as follow. Is it a whole file of safetensors?"
+                f"{file} is no whole file of safetensors: by its first 8 bytes its header has"
+                f" {length:,} bytes, and {most:,} follow; allowed: whole files."
             )
         header = _parsed(opened.read(length), file)
     header.pop("__metadata__", None)

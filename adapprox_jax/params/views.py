@@ -30,8 +30,8 @@ def views_of(
         spread = leaves.spread(given, _is_numbers)
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"weight_dimension_numbers is {given!r}; allowed: None, MatrixDimensionNumbers, a tree"
-            " of them that is a prefix of the parameters, or a function to such a tree."
+            f"weight_dimension_numbers is {given!r:.200}; allowed: None, MatrixDimensionNumbers, a"
+            " tree of them that is a prefix of the parameters, or a function to such a tree."
         ) from error
     # A function mapped over boxed parameters leaves its results in the boxes.
     numbers = [content(x) if is_node(x) else x for x in spread]

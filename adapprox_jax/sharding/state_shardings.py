@@ -97,7 +97,7 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: A
     for spec in spread:
         if not isinstance(spec, PartitionSpec):
             allowed = "a tree of jax.sharding.PartitionSpecs that is a prefix of the parameters"
-            raise ValueError(f"specs is {specs!r}; allowed: {allowed}.")
+            raise ValueError(f"specs is {specs!r:.200}; allowed: {allowed}.")
     axes = dict.fromkeys(name for spec in spread for name in _names(spec))
     return _specs_on(dict.fromkeys(axes, 1), tx, params, leaves.structure.unflatten(spread))
 
@@ -125,7 +125,7 @@ def _specs_on(
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"tx.init cannot be traced with explicit axes: {reason}; allowed: transformations that"
-            " can."
+            " can. Of others write the shardings by hand."
         ) from error
     return jax.tree.map(
         lambda leaf: PartitionSpec() if leaf.sharding is None else leaf.sharding.spec, state

@@ -154,7 +154,7 @@ def _check_fields(has_scales: bool, has_count: bool, bits: int | None, counts: b
     """Raises ValueError where a state has other fields than these settings need."""
     if has_scales != (bits is not None):
         kept = "codes and scales" if has_scales else "no codes"
-        mu_dtype = "no type of codes" if bits is None else f"int{bits}"
+        mu_dtype = "none of int8, int5, int4" if bits is None else f"int{bits}"
         raise ValueError(
             f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made with"
             " another mu_dtype?"
@@ -236,7 +236,7 @@ def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
         return int(name.removeprefix("int"))
     if name.startswith(("float", "bfloat")) and jnp.dtype(mu_dtype).itemsize >= 2:
         return None
-    allowed = "None, floating-point types of 16 bits or more, int8, int5, int4"
+    allowed = "None, floating-point types of 16 bits or more, 'int8', 'int5', 'int4'"
     raise ValueError(f"mu_dtype is {name}; allowed: {allowed}.")
 
 
@@ -289,7 +289,10 @@ def _average_leaves(
             _check_codes(name, update, mu, rule.bits)
             in_codes[i] = update, mu, scale
         elif mu.shape != update.shape:
-            raise ValueError(f"{name}: got shape {update.shape}; expected {mu.shape}.")
+            raise ValueError(
+                f"{name}: the update has shape {update.shape}; the state's average has {mu.shape}."
+                " Was the state made for other parameters?"
+            )
         else:
             average, emitted = averaged(update, mu, step)
             results[i] = emitted, average.astype(mu.dtype), scale

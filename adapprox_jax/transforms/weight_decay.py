@@ -86,6 +86,22 @@ def add_cautious_weight_decay(
     return decay if mask is None else optax.masked(decay, _checked(mask))
 
 
+def named_chain(name: str, *parts: optax.GradientTransformation) -> Any:
+    """`optax.chain` that tells by its name where it is given the state of another optimizer."""
+    chain = optax.chain(*parts)
+
+    def update(updates: Any, state: Any, params: Any = None, **more: Any) -> tuple[Any, Any]:
+        if not isinstance(state, tuple) or len(state) != len(parts):
+            raise ValueError(
+                f"{name} got the state of another optimizer; allowed: one from {name}(...).init, or"
+                " from_adam(tx, adam_state, params)."
+            )
+        updates, state = chain.update(updates, state, params, **more)
+        return updates, state
+
+    return optax.GradientTransformationExtraArgs(chain.init, update)
+
+
 def decay_and_rate(
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: optax.ScalarOrSchedule,
@@ -93,7 +109,7 @@ def decay_and_rate(
     cautious: bool,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The end of an optimizer: decoupled weight decay and the learning rate."""
-    allowed = "a number or a schedule, not NaN"
+    allowed = "a number, not NaN, or a schedule"
     require_or_schedule("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     _require_decay(weight_decay)
     _require_mask(mask)
@@ -121,7 +137,7 @@ def _checked(mask: Any) -> Callable[[Any], Any]:
         try:
             Leaves.of(params).spread(given, is_box)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"mask is {given!r}; allowed: {_ALLOWED_MASK}.") from error
+            raise ValueError(f"mask is {given!r:.200}; allowed: {_ALLOWED_MASK}.") from error
         return given
 
     return mask_of
@@ -140,7 +156,9 @@ def _require_mask(mask: Any) -> None:
         is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
         is_flag = is_array and leaf.dtype == bool and leaf.ndim == 0
         if not (isinstance(leaf, bool) or is_flag) or isinstance(leaf, jax.core.Tracer):
-            raise ValueError(f"mask has {leaf!r} at {leaf_name(path)}; allowed: {_ALLOWED_MASK}.")
+            raise ValueError(
+                f"mask has {leaf!r:.60} at {leaf_name(path)}; allowed: {_ALLOWED_MASK}."
+            )
 
 
 def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:

@@ -193,7 +193,7 @@ def test_bad_types_and_shapes_are_named():
     with pytest.raises(ValueError, match=r"codes have 4 bits; mu_dtype is int5\. Was the state"):
         adapprox_jax.guided_ema(mu_dtype="int5").update(PARAMS, state)
     plain = adapprox_jax.guided_ema()
-    with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is no type"):
+    with pytest.raises(ValueError, match="state with codes and scales; mu_dtype is none of"):
         plain.update(PARAMS, state)
     with pytest.raises(ValueError, match="state with no codes; mu_dtype is"):
         tx.update(PARAMS, jax.jit(plain.init)(PARAMS))

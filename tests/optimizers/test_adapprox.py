@@ -196,7 +196,10 @@ BAD = [
     (dict(b2=float("nan")), r"b2 is nan; allowed"),
     (dict(initial_rank=0), r"initial_rank is 0; allowed: an integer of at least 1"),
     (dict(initial_rank=8, max_rank=4), r"max_rank is 4; allowed: .* initial_rank = 8"),
-    (dict(max_rank=1.5), r"max_rank is 1\.5; allowed: as a float, a fraction in \(0, 1\]"),
+    (
+        dict(max_rank=1.5),
+        r"max_rank is 1\.5; allowed: an integer of at least 1, or a float in \(0, 1\]",
+    ),
     (dict(max_rank=0.0), r"max_rank is 0\.0; allowed"),
     (dict(error_threshold=-0.1), r"error_threshold is -0\.1; allowed"),
     (dict(rank_interval=0), r"rank_interval is 0; allowed: an integer of at least 1"),

@@ -166,7 +166,7 @@ def test_single_leaves_by_their_paths():
         (0, "max_rank is 0; allowed: an integer of at least 1, or a float"),
         ("8", "max_rank is '8'; allowed: an integer of at least 1, or a float"),
         (True, "max_rank is True; allowed"),
-        (1.5, "max_rank is 1.5; allowed: as a float, a fraction in (0, 1], as"),
+        (1.5, "max_rank is 1.5; allowed: an integer of at least 1, or a float in (0, 1]"),
         ({"['kernel']": 0}, "max_rank[\"['kernel']\"] is 0; allowed"),
         ({"kernel": 4}, "max_rank has 'kernel'; allowed: \"['kernel']\", \"['stack']\"."),
         ({"['bias']": 4}, "max_rank has \"['bias']\"; allowed"),
