@@ -264,3 +264,13 @@ def test_early_ranks_stay_low_and_a_margin_lets_them_grow():
     assert max(ranks["margin"]) <= 16
     assert ranks["no margin"][-1] == 1  # held low, it looks sufficient ever after
     assert ranks["margin"][-1] >= 6
+
+
+def test_growth_goes_one_size_at_a_time():
+    tx = adapprox_jax.scale_by_adapprox(initial_rank=4, max_rank=4)
+    params = {"kernel": jnp.ones((96, 128))}
+    state, widths = tx.init(params), []
+    for _ in range(4):
+        widths.append(state.q["kernel"].shape[-1])
+        state = grow(state._replace(rank={"kernel": jnp.int32(widths[-1])}), params, (4, 8, 16))
+    assert widths == [4, 8, 16, 16]

@@ -77,3 +77,12 @@ def test_bad_clip_is_named():
 def test_bad_arguments_are_named(keywords, message):
     with pytest.raises(ValueError, match=message):
         adapprox_jax.guided_ema(**keywords)
+
+
+@pytest.mark.parametrize(
+    ("shape", "coded"), [((128, 32), True), ((4096, 31), False), ((4095,), False), ((4096,), True)]
+)
+def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, coded):
+    state = adapprox_jax.guided_ema(0.9, mu_dtype="int8").init(jnp.zeros(shape))
+    assert (state.mu.dtype == jnp.int8) == coded
+    assert state.scale.shape == ((*shape[:-1], -(-shape[-1] // 32)) if coded else ())
