@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import adapprox_jax
-from adapprox_jax import rank_report, resize
+from adapprox_jax import grow, rank_report, resize
 
 PARAMS = {
     "kernel": np.ones((96, 128), np.float32),
