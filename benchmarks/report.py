@@ -112,6 +112,7 @@ def blocks() -> dict[str, str]:
         "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, TEXTS),
         "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
         "calculator": _calculator("llama3-8b"),
+        "calculator, in short": _calculator("llama3-8b", without=(", 8 bits", "--help", "Of dev")),
         "paper's memory": memory_table.paper_table(states),
         "memory": memory_table.our_table(states),
         "peaks": memory_table.peaks_table(peaks["117M"]),
@@ -141,11 +142,13 @@ def _is_coarse(row: dict) -> bool:
     return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
 
 
-def _calculator(model: str) -> str:
-    """What the calculator of memory prints of a model."""
+def _calculator(model: str, without: tuple[str, ...] = ()) -> str:
+    """What the calculator of memory prints of a model, but for lines with some words."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         memory.main([model])
-    return f"```\n{out.getvalue().rstrip()}\n```"
+    lines = out.getvalue().splitlines()
+    kept = [line for line in lines if not any(words in line for words in without)]
+    return "\n".join(["```", *kept, "```"]).replace("\n\n```", "\n```")
 
 
 def _sizes(states: dict[str, dict]) -> dict[str, float]:
