@@ -57,10 +57,10 @@ PAPERS_GROWTH = sigmoid_growth()
 def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.Array]:
     """An error threshold that asks for no more than an average over the steps so far can know.
 
-    max(at_least, h^(-1/2)) with h = (1 - b2^t) / (1 - b2), the gradients that the average at step t
-    is made of: as an estimate of the expected squared gradient it is that far off itself. The first
-    second moment is one squared gradient, of nearly full rank, and forgotten soon; with this its
-    rank stays low. With `rank_margin` at 0 it would stay low ever after: see docs/memory.md.
+    max(at_least, h^(-1/2)) with h = (1 - b2^t) / (1 - b2), the number of gradients that the average
+    at step t is made of. As an estimate of the expected squared gradient it is that far off. The
+    first second moment is one squared gradient, of nearly full rank, and forgotten soon; with this
+    its rank stays low. With `rank_margin` at 0 it would stay low ever after: see docs/memory.md.
 
     Args:
       b2: Decay of the second moment, in [0, 1).

@@ -1,7 +1,7 @@
 """Flags words and long sentences in prose: `python -m tools.prose`, part of `make lint`.
 
 Words in README.md, CHANGELOG.md, docs/*.md and the docstrings of adapprox_jax; long sentences in
-README.md and docs/*.md. Code, tables, headings, addresses and generated blocks do not count.
+all but CHANGELOG.md. Code, tables, headings, addresses and generated blocks do not count.
 """
 
 import ast
@@ -20,7 +20,8 @@ NO_PROSE = (
     re.compile(r"(?<=\])\([^)]*\)"),
 )
 CODE = re.compile(r"`[^`]*`|\$[^$]+\$")
-ITEM = re.compile(r"\n\s*\n|^\s*(?:[-*>]|\d+\.)\s", re.M)  # a paragraph or an item begins
+EXAMPLE = re.compile(r"^ *(?:>>>|\.\.\.) .*$", re.M)
+ITEM = re.compile(r"\n\s*\n|^\s*(?:[-*>]|\d+\.|\w+:)\s", re.M)  # a paragraph or an item begins
 SENTENCE = re.compile(r"\S.*?(?:[.!?][\")*_]*(?=\s)|\Z)", re.S)
 
 
@@ -40,7 +41,7 @@ def docstrings(source):
         ):
             string = node.body[0].value
             lines[string.lineno - 1 : string.end_lineno] = string.value.split("\n")
-    return CODE.sub("code", "\n".join(lines))
+    return CODE.sub("code", EXAMPLE.sub("", "\n".join(lines)))
 
 
 def findings(path):

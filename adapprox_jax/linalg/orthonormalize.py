@@ -21,9 +21,9 @@ def orthonormalize_qr(
 ) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices (batch, m, width) by Householder QR.
 
-    Of the columns divided by their norms, with a trace of noise: without it a basis that starts
-    from the last one never leaves a subspace that the matrix maps to itself. `rounds` and `unroll`
-    are not used.
+    Columns are divided by their norms and get a trace of noise. Without it a basis that starts from
+    the last one never leaves a subspace that the matrix maps to itself. `rounds` and `unroll` are
+    not used.
     """
     del rounds, unroll
     return [jnp.linalg.qr(unit_columns(x) + _trace_of_noise(x))[0] for x in matrices]
@@ -34,13 +34,13 @@ def orthonormalize_cholesky(
 ) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices by shifted Cholesky QR.
 
-    Columns are scaled to norm 1, then Y <- Y L^-T with L L^T = Y^T Y + shift, a fixed number of
-    times (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR factorization of
-    ill-conditioned matrices"). A shifted round stretches what is independent of the columns before
-    by up to 1 / sqrt(shift), and a trace of fixed noise stands in for what is not, so that
-    dependent and zero columns, too, become unit vectors: there is no breakdown to fall back from.
-    With fewer rounds than that takes, such columns come out shorter, never longer, and perhaps not
-    orthogonal: those are zero.
+    Columns are scaled to norm 1. Then Y <- Y L^-T with L L^T = Y^T Y + shift, a fixed number of
+    times. A shifted round stretches what is independent of the columns before by up to 1 /
+    sqrt(shift). A trace of fixed noise stands in for what is not. So dependent and zero columns,
+    too, become unit vectors, and there is no breakdown to fall back from. With fewer rounds than
+    that takes, such columns come out shorter, never longer, and perhaps not
+    orthogonal: those are zero. (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR
+    factorization of ill-conditioned matrices".)
 
     All widths take part in one Cholesky factorization and one triangular solve a round: on
     accelerators each costs the same for one matrix as for a hundred.
@@ -153,8 +153,8 @@ def _nonzero(x: jax.Array) -> jax.Array:
 def _trace_of_noise(matrix: jax.Array) -> jax.Array:
     """A fixed matrix (1, m, width) of full rank with entries that look random.
 
-    So small that it is lost in the rounding of columns of norm 1, and only fills empty ones: with
-    more, trajectories of the two orthogonalizations part ten times as fast.
+    It is so small that it is lost in the rounding of columns of norm 1, and only fills empty ones.
+    With more, trajectories of the two orthogonalizations part ten times as fast.
     """
     rows, width = matrix.shape[-2:]
     index = jax.lax.iota(jnp.uint32, rows * width) + jnp.uint32(1)

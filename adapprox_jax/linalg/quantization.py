@@ -18,15 +18,15 @@ def quantize(
     """Rounds an array to signed codes of 8, 5 or 4 bits.
 
     A number x of a block with largest magnitude s has the code round(3 c x / (2 s + |x|)) with
-    c = 127, 15 or 7, which stands for 2 s code / (3 c - |code|): steps are two thirds of equal ones
+    c = 127, 15 or 7. That stands for 2 s code / (3 c - |code|). Steps are two thirds of equal ones
     at zero and three halves at s, about as fine as numbers are dense.
 
     Args:
       array: (..., n), real.
       bits: 8, 5 or 4.
-      noise: Random numbers in [0, 1) of the shape of the array: it is rounded up or down with the
-        odds at which what the codes stand for is right on average, as an average that is stored
-        again and again has to be. None: to the nearest code.
+      noise: Random numbers in [0, 1) of the shape of the array. Numbers are then rounded up or
+        down, with the odds at which the codes are right on average. An average that is stored again
+        and again needs that. None: to the nearest code.
 
     Returns:
       Codes: int8 (..., n), uint8 (..., 20 blocks) or uint8 (..., n / 2 rounded up). Scales:

@@ -95,9 +95,9 @@ def normalize(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
       matrix: (m, n), real.
 
     Returns:
-      The matrix in float32 or wider with its largest magnitude in [1, 2), or a little outside at
-      the ends of the number range, and the scalar it was divided by (1 for a zero matrix). A power
-      of two: to undo it rounds nothing.
+      The matrix in float32 or wider, and the scalar that it was divided by (1 for a zero matrix).
+      Its largest magnitude is in [1, 2), or a little outside at the ends of the number range. To
+      undo a power of two rounds nothing.
     """
     matrix = matrix.astype(wide_dtype(matrix.dtype))
     scale = power_of_two_below(jnp.max(jnp.abs(matrix), initial=0))

@@ -87,8 +87,8 @@ def adapprox(
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
         a schedule.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
-      clipping_threshold: d, the largest root mean square of the update of a matrix, above 0; None
-        for no clipping, which needs `bias_correction`, or a b2 that is a function and begins at 0.
+      clipping_threshold: d, the largest root mean square of the update of a matrix, above 0. None
+        is no clipping, which needs `bias_correction`, or a b2 that is a function and begins at 0.
       cosine_guidance: Scale the average up where the update agrees with it. It acts mostly as a
         higher learning rate: with it the best rate is about half.
       guidance_max_scale: The largest such factor, at least 1.

@@ -53,8 +53,8 @@ def shapes_of(model: str) -> Shapes:
     beside "params".
 
     Args:
-      model: One of `KNOWN_MODELS`, or the path of a .safetensors file, of a folder of such files or
-        of an Orbax checkpoint, or of a .json file that maps the paths of parameters to shapes.
+      model: One of `KNOWN_MODELS`, or a path: of a .safetensors file, a folder of these, an Orbax
+        checkpoint, or a .json file that maps the paths of parameters to shapes.
 
     Returns:
       A dict from the path of each parameter to its shape.

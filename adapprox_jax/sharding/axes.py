@@ -136,8 +136,8 @@ def on_host(array: Any) -> np.ndarray:
 def varying_alike(tree: Any) -> Any:
     """The arrays of a tree, as varying over the devices of a `jax.shard_map` as any of them.
 
-    There the type of an array says over which axes of the mesh it varies, and the branches of a
-    `cond` and the carry of a loop must have one type. Outside of it nothing changes.
+    There the type of an array says over which axes of the mesh it varies. The branches of a `cond`
+    and the carry of a loop must have one type. Outside of it nothing changes.
     """
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return tree

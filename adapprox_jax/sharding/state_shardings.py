@@ -21,9 +21,9 @@ def state_shardings(
 ) -> Any:
     """Shardings of an optimizer's state that follow those of the parameters, without making it.
 
-    Rows of q lie as the parameter's rows, rows of u as its columns, axes of stacks, averages and
-    their codes and scales as the axes that they follow; what follows none is on all devices. An
-    axis that the devices do not divide evenly is on all of them, too.
+    Rows of q lie as the parameter's rows, and rows of u as its columns. Stacks, averages, and their
+    codes and scales lie as the axes that they follow. What follows none is on all devices, and so
+    is an axis that the devices do not divide evenly.
 
     Args:
       tx: Any Optax transformation, wrapped or not.

@@ -47,8 +47,8 @@ def resize(
       The state with new buffers.
 
     Raises:
-      ValueError: a width is out of range, a path is not in the state, the state has no factored
-        leaf or traced arrays, or columns in use would be dropped without `truncate`. Nothing is
+      ValueError: a width is out of range, a path is not in the state, or the state has no factored
+        leaf or traced arrays. Or columns in use would be dropped without `truncate`. Nothing is
         changed then.
 
     Examples:
@@ -107,7 +107,7 @@ def grow(
     """Gives the leaves whose rank has reached their buffers' width the next size.
 
     With each growth the largest buffers go from one of `sizes` to the next, and all leaves that are
-    full go there with them: a run compiles its step at most once for each size. A leaf that fills
+    full go with them. So a run compiles its step at most once for each size. A leaf that fills
     its buffers only when the last size is in use keeps them; `resize` widens it at the cost of one
     more compilation.
 

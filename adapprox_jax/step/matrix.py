@@ -3,8 +3,8 @@
 The functions stand in the order of the work (`phases` calls them). Shapes: the target A is (m, n)
 with m at most n, q is (m, width) and u = A^T q is (n, width). The gradient may hold A's transpose:
 then q stands along its axis 1. Nothing loops or branches here, so that `jax.vmap` makes a stack of
-matrices of one. What takes a `Matrix` is a pass over it: the target is made anew in each, and a
-pass over a part of the rows of the gradient gives that part of the result, or a term of it.
+matrices of one. What takes a `Matrix` is a pass over it. Each makes the target anew. A pass over
+some rows of the gradient gives these rows of the result, or a term of it.
 """
 
 import dataclasses
@@ -247,10 +247,10 @@ def error_terms(
 def errors_of(terms: ErrorTerms) -> Errors:
     """The paper's xi and the drift, an estimate of the distance from the exact target.
 
-    With D that distance in the Frobenius norm, D_t <= decay D_(t-1) + ||A - q u^T||: averaging
-    shrinks an old distance, cutting off entries below zero does not grow it, and the factorization
-    adds its own: a bound, up to rounding. ||A - q u^T|| follows from xi and ||q u^T||, since q u^T
-    and A - q u^T are orthogonal.
+    With D that distance in the Frobenius norm, D_t <= decay D_(t-1) + ||A - q u^T||, up to
+    rounding. Averaging shrinks an old distance, cutting off entries below zero does not grow it,
+    and the factorization adds its own. ||A - q u^T|| follows from xi and ||q u^T||, since q u^T and
+    A - q u^T are orthogonal.
     """
     norm_squared = terms.residual + jnp.square(terms.norm)
     error = jnp.sqrt(terms.residual / jnp.where(norm_squared == 0, 1, norm_squared))

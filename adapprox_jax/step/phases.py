@@ -4,8 +4,8 @@
 2. together: orthonormal bases of the images;
 3. each leaf: the target once more, A^T q, the quotient, the error.
 
-On accelerators a small decomposition costs the same for one matrix as for a hundred, and a branch
-or a loop of unknown length is a round trip to the host. So all leaves go through the phases at
+On accelerators a small decomposition costs the same for one matrix as for a hundred. A branch, or a
+loop of unknown length, is a round trip to the host. So all leaves go through the phases at
 once. Their targets are made anew in each phase, one after the other, but for the largest. Nothing
 waits for the host but one branch of adaptive ranks.
 """

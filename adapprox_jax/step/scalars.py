@@ -1,7 +1,7 @@
 """The numbers of one step.
 
-A number that is known before anything is traced becomes a part of the compiled code: an `eps_root`
-of zero costs nothing, and 1 - b2 is not worked out in float32.
+A number that is known before anything is traced becomes a part of the compiled code. So an
+`eps_root` of zero costs nothing, and 1 - b2 is not worked out in float32.
 """
 
 import dataclasses

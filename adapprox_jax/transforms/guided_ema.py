@@ -74,11 +74,11 @@ def guided_ema(
       eps: Added to 1 - cos, at least 0.
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
         parallel, would be multiplied by 1 / eps.
-      mu_dtype: Type of the stored average: None for that of the parameters, a floating-point type
-        of 16 bits or more, or int8, "int5" or int4 for codes with a scale for each block of 32
-        (`quantize`), 1.06, 0.69 or 0.56 bytes per parameter. Leaves of fewer than 4096 numbers or
-        32 columns are then kept as with None. Floating-point types are rounded to the nearest:
-        bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
+      mu_dtype: Type of the stored average: None for that of the parameters, or a floating-point
+        type of 16 bits or more. Or "int8", "int5" or "int4" for codes with a scale for each block
+        of 32 (`quantize`), 1.06, 0.69 or 0.56 bytes per parameter. Leaves of fewer than 4096
+        numbers or 32 columns are then kept as with None. Floating-point types are rounded to the
+        nearest: bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
       rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
         the noise, which counts where an orthogonalization follows and makes more of it.
       nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) instead of M, as Optax's Muon

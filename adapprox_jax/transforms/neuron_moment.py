@@ -33,12 +33,13 @@ def scale_by_neuron_moment(
 ) -> optax.GradientTransformation:
     """Divides each column of each matrix by the root of the running average of its mean square.
 
-    A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku; where
-    dimension numbers are given, rows and columns are those that they name: rows=1, columns=0 where
-    outputs come first. A convolution is seen as a matrix for each place, with a number for each
-    output of each. A leaf without matrices is divided entry by entry. Made for directions, with
-    entries of size one: squares may overflow. There is no bias correction, so that the first
-    updates are 1 / sqrt(1 - b2) in size: set the size after it, as `scale_to_matrix_rms` does.
+    A column holds what leads to one output of a layer, as in the kernels of Flax and Haiku. Of a
+    parameter called "weight" it is a row. Where dimension numbers are given, rows and columns are
+    those that they name: rows=1, columns=0 where outputs come first. A convolution is seen as a
+    matrix for each place, with a number for each output of each. A leaf without matrices is divided
+    entry by entry. Made for directions, with entries of size one: squares may overflow. There is no
+    bias correction, so that the first updates are 1 / sqrt(1 - b2) in size: set the size after it,
+    as `scale_to_matrix_rms` does.
 
     Args:
       b2: Decay of the averages, in [0, 1).
