@@ -172,7 +172,7 @@ def test_population():
 def test_bad_types_and_shapes_are_named():
     with pytest.raises(
         ValueError,
-        match="mu_dtype is int16; allowed: None, floating-point types of 16 bits or more, int8",
+        match="mu_dtype is int16; allowed: None, floating-point types of 16 bits or more, 'int8'",
     ):
         adapprox_jax.guided_ema(mu_dtype=jnp.int16)
     with pytest.raises(ValueError, match="mu_dtype is 'int3'; allowed"):

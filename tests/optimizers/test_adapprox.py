@@ -224,7 +224,7 @@ BAD = [
     (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),
     (dict(guidance_max_scale=0.5), r"guidance_max_scale is 0\.5; allowed"),
     (dict(cosine_guidance=True, b1=0.0), r"b1 is 0\.0; allowed: .* where cosine_guidance is on"),
-    (dict(learning_rate=None), r"learning_rate is None; allowed: a number or a schedule"),
+    (dict(learning_rate=None), r"learning_rate is None; allowed: a number, not NaN, or a schedule"),
 ]
 
 
