@@ -401,7 +401,7 @@ def test_schedules_that_give_no_number_are_named():
             ValueError, match=rf"{name} gave float32\[4\]; allowed: one real number"
         ):
             tx.update(params, tx.init(params), params)
-    with pytest.raises(ValueError, match=r"learning_rate is .*; allowed: a number, not NaN, or a schedule"):
+    with pytest.raises(ValueError, match=r"learning_rate is .*; allowed: a number, not NaN, or a"):
         adapprox_jax.adapprox(lambda step, other: 1e-3)
 
 
