@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import adapprox_jax
+from adapprox_jax.linalg.random_start import draw_start
 from adapprox_jax.linalg.rounding import round_stochastically
+from adapprox_jax.settings import RankRule, Settings, Storage, Subspace
+from adapprox_jax.state.layout import LeafState
+from adapprox_jax.step.matrix import Factors, Plan, kept_columns
+from adapprox_jax.step.platform import CPU
+from adapprox_jax.step.scalars import StepScalars
 
 SHAPE = (32, 48)
 STEPS = 2000
@@ -112,3 +118,27 @@ def test_codes_rounded_by_chance_are_right_on_average(bits):
     # One draw in a thousand, of a step between two codes of at most twice 1 / c.
     step = 2 * np.max(np.abs(numbers)) / (2 ** (bits - 1) - 1)
     np.testing.assert_allclose(mean, numbers, atol=2e-3 * step + 1e-5)
+
+
+def test_the_factors_are_rounded_by_different_bits():
+    """With bits that say so q is rounded down and u up."""
+    largest = np.full((16, 4), 2**16 - 1, np.uint16)
+    scalars = StepScalars(
+        step=jnp.int32(1),
+        draws=draw_start(jax.random.key(0), 16, 4),
+        rounding=jnp.stack([jnp.zeros_like(largest), largest]),
+        b2=0.999,
+        eps=0.0,
+        eps_root=0.0,
+        correction=1.0,
+        error_threshold=0.0,
+    )
+    rule, storage = RankRule(max_rank=4), Storage(1, jnp.bfloat16)
+    settings = Settings(rule, Subspace(), storage, "root")
+    plan = Plan(scalars, settings, CPU, axis=0, batch=1, shorter_side=8, capacity=4)
+    between = 1 + 2**-9  # of bfloat16 1 and 1 + 2^-7 are the nearest
+    factors = Factors(jnp.full((8, 4), between), jnp.full((16, 4), between))
+    zeros = jnp.zeros((8, 4), jnp.bfloat16), jnp.zeros((16, 4), jnp.bfloat16)
+    kept = kept_columns(plan, LeafState(*zeros, jnp.int32(4), 0, 0, ()), factors, jnp.int32(4))
+    np.testing.assert_array_equal(kept.q, 1)
+    np.testing.assert_array_equal(kept.u, 1 + 2**-7)
