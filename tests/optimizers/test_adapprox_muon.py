@@ -460,3 +460,15 @@ def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second
     assert not branches(text)
     # Rounds of Cholesky QR, steps of Newton-Schulz: of known length.
     assert text.count("stablehlo.while") <= 2
+
+
+def test_matrices_of_different_shapes_wait_for_each_other():
+    """Of eight little more is in memory at once than of one."""
+
+    def temporaries(count):
+        leaves = {i: jax.ShapeDtypeStruct((256 + 8 * i, 512), jnp.float32) for i in range(count)}
+        tx = adapprox_jax.orthogonalize()
+        step = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0], donate_argnums=0)
+        return step.lower(leaves).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(8) < 2 * temporaries(1)  # without waiting six times as much
