@@ -33,7 +33,7 @@ def pytest_configure(config):
     folder = tempfile.TemporaryDirectory(prefix="adapprox-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(folder.cleanup)
     for name, value in {
-        "jax_compilation_cache_dir": folder.name,
+        "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR", folder.name),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }.items():

@@ -7,6 +7,7 @@ until a test fails. What is known of each is kept in a log, so that a run can go
 
 import ast
 import json
+import os
 import pathlib
 import random
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tyro
 from tqdm import tqdm
@@ -171,8 +172,11 @@ def _mutate(node) -> None:
         node.op = _SWAPS[type(node.op)]()
 
 
-def survives(mutant: Mutant, seconds: int) -> bool:
-    """Whether all of a mutant's tests pass. A run that takes too long counts as a failure."""
+def survives(mutant: Mutant, seconds: int, cache: str) -> bool:
+    """Whether all of a mutant's tests pass. A run that takes too long counts as a failure.
+
+    What is compiled for one mutant serves all others, from the folder `cache`.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         for part in _COPIED:
@@ -182,8 +186,10 @@ def survives(mutant: Mutant, seconds: int) -> bool:
         path.write_text(path.read_text().replace(mutant.old, mutant.new, 1))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow"]
         command += ["--quick-compilation", *mutant.tests.split()]
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(cache)}
+        options: dict[str, Any] = {"env": environment, "capture_output": True, "timeout": seconds}
         try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, timeout=seconds)
+            done = subprocess.run(command, cwd=folder, **options)
         except subprocess.TimeoutExpired:
             return False
     return done.returncode == 0
@@ -217,8 +223,9 @@ def main(
         if old not in (ROOT / PACKAGE / path).read_text():
             raise SystemExit(f"{path} no longer has {old!r}: mend the list of mutants.")
     left = [name for name in chosen if name not in known]
-    with ThreadPoolExecutor(jobs) as pool, log.open("a") as file:
-        runs = {pool.submit(survives, mutants[name], seconds): name for name in left}
+    cached = tempfile.TemporaryDirectory()
+    with cached as cache, ThreadPoolExecutor(jobs) as pool, log.open("a") as file:
+        runs = {pool.submit(survives, mutants[name], seconds, cache): name for name in left}
         for run in tqdm(as_completed(runs), total=len(left), unit="mutant"):
             known[runs[run]] = run.result()
             print(json.dumps([runs[run], run.result()]), file=file, flush=True)
