@@ -145,7 +145,7 @@ class Settings:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> "Settings":
-        """Settings from the public keywords. What is None has its default.
+        """Settings from the public keywords, as `locals()` has them. What is None has its default.
 
         The defaults stand here because `optax.inject_hyperparams` makes arrays of those integers
         that stand in a signature, and nothing that decides shapes can be one.

@@ -2,17 +2,15 @@
 
 import doctest
 import importlib
-import os
 import pathlib
 import pkgutil
 import re
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
 import adapprox_jax
+from tests.programs import output_of
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = pkgutil.walk_packages(adapprox_jax.__path__, "adapprox_jax.")
@@ -44,25 +42,14 @@ def test_code_of_pages_runs_as_pasted(name, tmp_path):
     code = CODES[name]
     for module in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
         pytest.importorskip(module)  # the library's own tests run without Flax and its like
-    program = tmp_path / "page.py"
-    program.write_text(code)
-    settings = {"JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, f"{name}, by its lines: {done.stderr}"
+    printed = output_of(code, tmp_path, f"{name}, by its lines", JAX_NUM_CPU_DEVICES="8")
     if name in SHOWN:
-        SHOWN[name](done.stdout)
+        SHOWN[name](printed)
 
 
-def shows_little_state(out):
-    loss, nbytes = re.fullmatch(
-        r"loss ([\d.]+), ([\d.]+) bytes of state per parameter\n", out
-    ).groups()
+def shows_little_state(printed):
+    said = re.fullmatch(r"loss ([\d.]+), ([\d.]+) bytes of state per parameter\n", printed)
+    loss, nbytes = said.groups()
     assert 0.001 < float(loss) < 0.1  # half of what it begins with, and no zero
     assert float(nbytes) < 1
 

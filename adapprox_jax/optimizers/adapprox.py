@@ -7,6 +7,7 @@ import optax
 
 from adapprox_jax.argument_checks import require
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
+from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
 from adapprox_jax.settings import (
@@ -17,7 +18,7 @@ from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
-from adapprox_jax.transforms.weight_decay import decay_and_rate, named_chain
+from adapprox_jax.transforms.weight_decay import decay_and_rate
 
 # The second-moment keywords with the paper's values and Algorithm 1 as printed. Guidance, rates and
 # decays are not among them.

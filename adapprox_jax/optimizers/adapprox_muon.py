@@ -8,6 +8,7 @@ import optax
 
 from adapprox_jax.argument_checks import check_state, require, require_choice, require_integer
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
+from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
 from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth
@@ -21,7 +22,7 @@ from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matr
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
-from adapprox_jax.transforms.weight_decay import decay_and_rate, named_chain
+from adapprox_jax.transforms.weight_decay import decay_and_rate
 
 RMS = 0.2  # of the updates of a matrix before the learning rate, as those of AdamW are
 

@@ -1,8 +1,9 @@
-"""Meshes with explicit axes, where the sharding of an array is part of its type.
+"""What a step has to know of meshes: the one in use, explicit axes, `jax.shard_map`.
 
-There JAX asks for the sharding of every result that it cannot derive, and refuses factorizations
-of sharded matrices. So the linear algebra runs with automatic axes, where the compiler decides,
-and what comes out has the types that the state had.
+Under explicit axes the sharding of an array is part of its type. There JAX asks for the sharding of
+every result that it cannot derive, and refuses factorizations of sharded matrices. So the linear
+algebra runs with automatic axes, where the compiler decides, and what comes out has the types that
+the state had.
 """
 
 import math
@@ -83,7 +84,7 @@ def with_automatic_axes(function: Callable[..., Any], results_like: Any) -> Call
     return jax.sharding.auto_axes(function, out_sharding=out_sharding)
 
 
-def mesh_of(arrays: Sequence[jax.Array]) -> AbstractContextManager[Any]:
+def using_mesh_of(arrays: Sequence[jax.Array]) -> AbstractContextManager[Any]:
     """Puts the mesh of traced arrays in use, where none is: their types say on which they lie.
 
     So `jax.set_mesh` need not be called, which many programs do not do.
@@ -91,17 +92,18 @@ def mesh_of(arrays: Sequence[jax.Array]) -> AbstractContextManager[Any]:
     if not jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     for array in arrays:
-        mesh = jax.typeof(array).sharding.mesh
-        if isinstance(array, jax.core.Tracer) and mesh.size > 1 and not mesh.explicit_axes:
-            return jax.sharding.use_abstract_mesh(mesh)
+        if isinstance(array, jax.core.Tracer):
+            mesh = jax.typeof(array).sharding.mesh
+            if mesh.size > 1 and not mesh.explicit_axes:
+                return jax.sharding.use_abstract_mesh(mesh)
     return nullcontext()
 
 
 def devices_in_use() -> int:
     """Over how many devices the compiler may divide an array: those of the mesh in use.
 
-    That is `jax.set_mesh`'s, or that of the arrays (`mesh_of`). Under `jax.shard_map` it is what is
-    left of it.
+    That is `jax.set_mesh`'s, or that of the arrays (`using_mesh_of`). Under `jax.shard_map` it is
+    what is left of it.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)

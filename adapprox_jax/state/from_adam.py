@@ -225,7 +225,10 @@ def _moments_of(state: Any, params: optax.Params, b1: float, b2: float, eps: flo
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, optax.ScaleByAdamState))
     found = [node for node in nodes if isinstance(node, optax.ScaleByAdamState)]
     if len(found) != 1:
-        raise ValueError(f"adam_state holds {len(found)} states of Adam; allowed: one.")
+        raise ValueError(
+            f"adam_state holds {len(found)} states of Adam; allowed: one, as in"
+            " from_adam(tx, adam_state, params)."
+        )
     [adam] = found
     check_concrete("from_adam", adam)
     mu, nu, of_params = (

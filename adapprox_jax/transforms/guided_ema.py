@@ -27,7 +27,7 @@ from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
-from adapprox_jax.sharding.axes import full_along, mesh_of, with_automatic_axes
+from adapprox_jax.sharding.axes import full_along, using_mesh_of, with_automatic_axes
 from adapprox_jax.step.alike import each_alike
 from adapprox_jax.step.xla_order import begin_late_on_cpu
 
@@ -134,7 +134,7 @@ def guided_ema(
             _check_fields(scales is not None, not isinstance(state.step, tuple), bits, counts)
         step = optax.safe_increment(state.step) if counts else ()
         kept = mu.arrays, _arrays(scales, leaves)
-        with mesh_of(leaves.arrays):
+        with using_mesh_of(leaves.arrays):
             results = _average_leaves(leaves.names, leaves.arrays, *kept, step, rule)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:

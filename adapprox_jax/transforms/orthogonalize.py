@@ -14,7 +14,7 @@ from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
-from adapprox_jax.sharding.axes import is_compilers_mesh, mesh_of, with_automatic_axes
+from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
 from adapprox_jax.step.alike import MANY, unstacked
 from adapprox_jax.step.batching import grouping_of
@@ -66,7 +66,7 @@ def orthogonalize(
                     f"{name}: got shape {x.shape}; allowed: leaves with rows and columns. Leave"
                     " others out with optax.masked or optax.partition."
                 )
-        with mesh_of(arrays):
+        with using_mesh_of(arrays):
             results = with_automatic_axes(partial(_of_leaves, views, steps), arrays)(arrays)
         return leaves.filled(results), state
 

@@ -28,7 +28,7 @@ from adapprox_jax.settings import (
     Settings,
     Subspace,
 )
-from adapprox_jax.sharding.axes import mesh_of, replicated
+from adapprox_jax.sharding.axes import replicated, using_mesh_of
 from adapprox_jax.state.layout import (
     LeafState,
     ScaleByAdapproxState,
@@ -159,7 +159,7 @@ def scale_with(
             check_leaf(name, grad, view, last)
         count = optax.safe_increment(state.count)
         key = jax.random.fold_in(wrapped_key(state.key, key_impl), count)
-        with mesh_of(grads):
+        with using_mesh_of(grads):
             draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
             scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
             results = step_leaves(scalars, grads, lasts, views, settings)

@@ -1,11 +1,10 @@
 """The notebook's code runs, and its stored outputs are of this code."""
 
 import json
-import os
 import pathlib
 import re
-import subprocess
-import sys
+
+from tests.programs import output_of
 
 ROOT = pathlib.Path(__file__).parents[2]
 CELLS = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
@@ -14,22 +13,13 @@ OUTPUTS = [output for cell in CODE for output in cell["outputs"]]
 
 
 def test_runs_and_prints_what_is_stored(tmp_path):
-    program = tmp_path / "notebook.py"
-    program.write_text("\n\n".join("".join(cell["source"]) for cell in CODE))
-    settings = {"JAX_PLATFORMS": "cpu", "MPLBACKEND": "agg", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, program],
-        cwd=tmp_path,
-        env={**os.environ, **settings},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    code = "\n\n".join("".join(cell["source"]) for cell in CODE)
+    printed = output_of(code, tmp_path, MPLBACKEND="agg")
     stored = "".join("".join(output.get("text", [])) for output in OUTPUTS)
-    assert sizes(done.stdout) == sizes(stored)
-    assert len(done.stdout.splitlines()) == len(stored.splitlines())
+    assert sizes(printed) == sizes(stored)
+    assert len(printed.splitlines()) == len(stored.splitlines())
     # Losses differ a little: the text is the source of whichever Python this is.
-    for found, kept in zip(losses(done.stdout), losses(stored), strict=True):
+    for found, kept in zip(losses(printed), losses(stored), strict=True):
         assert abs(found - kept) < 0.2
 
 
