@@ -34,7 +34,8 @@ def in_tiles(function: Callable[..., Any], tiles: int, cut: Any, whole: Any) -> 
       function: Of trees like `cut` and `whole` to a tree of arrays. What has as many rows as a tile
         is put together; what does not depend on how many rows there are is a term of a sum.
       tiles: How many, a divisor of the rows.
-      cut: A tree of arrays with the same number of rows, of which each tile has its own.
+      cut: A tree of arrays with the same number of rows, of which each tile has its own. What is
+        put together takes the memory of one of its own shape and type, if that is read no more.
       whole: A tree of arrays that each tile has as they are.
 
     Returns:
@@ -43,25 +44,35 @@ def in_tiles(function: Callable[..., Any], tiles: int, cut: Any, whole: Any) -> 
     if tiles == 1:
         return function(cut, whole)
     in_parts = jax.tree.map(lambda x: x.reshape(tiles, x.shape[0] // tiles, *x.shape[1:]), cut)
-    of_one = jax.eval_shape(function, jax.tree.map(lambda x: x[0], in_parts), whole)
+    of_one = jax.tree.leaves(
+        jax.eval_shape(function, jax.tree.map(lambda x: x[0], in_parts), whole)
+    )
     structure: Any
     of_all, structure = jax.tree.flatten(jax.eval_shape(function, cut, whole))
-    is_sum = [x.shape == y.shape for x, y in zip(of_all, jax.tree.leaves(of_one), strict=True)]
+    structure_of_cut: Any
+    (first, *others), structure_of_cut = jax.tree.flatten(in_parts)
     like = jax.tree.leaves(cut)[0]  # under `jax.shard_map` what is carried varies as this does
-    zeros = [jnp.zeros_like(like, x.dtype, shape=x.shape) for x in of_all]
+    zeros = {
+        i: jnp.zeros_like(like, x.dtype, shape=x.shape)
+        for i, x in enumerate(of_all)
+        if x.shape == of_one[i].shape
+    }
+    parts = [i for i in range(len(of_all)) if i not in zeros]
+    in_place = [i for i in parts if (of_all[i].shape, of_all[i].dtype) == (like.shape, like.dtype)][
+        :1
+    ]
 
-    def one_tile(sums: list[Any], tile: Any) -> tuple[list[Any], list[Any]]:
-        results = jax.tree.leaves(function(tile, whole))
-        terms, parts = _divided(results, is_sum)
-        return [x + y for x, y in zip(sums, terms, strict=True)], parts
+    def one_tile(carried: Any, given: Any) -> Any:
+        sums, overwritten = carried
+        index, rest = given
+        own = jax.lax.dynamic_index_in_dim(overwritten, index, keepdims=False)
+        results = jax.tree.leaves(function(structure_of_cut.unflatten([own, *rest]), whole))
+        for i in in_place:
+            overwritten = jax.lax.dynamic_update_index_in_dim(overwritten, results[i], index, 0)
+        sums = {i: x + results[i] for i, x in sums.items()}
+        return (sums, overwritten), {i: results[i] for i in parts if i not in in_place}
 
-    sums, parts = jax.lax.scan(one_tile, _divided(zeros, is_sum)[0], in_parts)
-    left = iter(sums), iter(parts)
-    joined = [next(left[0] if of_sum else left[1]) for of_sum in is_sum]
-    return structure.unflatten(x.reshape(y.shape) for x, y in zip(joined, of_all, strict=True))
-
-
-def _divided(values: list[Any], chosen: list[bool]) -> tuple[list[Any], list[Any]]:
-    """Those that are chosen, and the others."""
-    pairs = list(zip(values, chosen, strict=True))
-    return [x for x, of_kind in pairs if of_kind], [x for x, of_kind in pairs if not of_kind]
+    of_tiles = jnp.arange(tiles), others
+    (sums, overwritten), joined = jax.lax.scan(one_tile, (zeros, first), of_tiles)
+    joined |= sums | dict.fromkeys(in_place, overwritten)
+    return structure.unflatten(joined[i].reshape(x.shape) for i, x in enumerate(of_all))

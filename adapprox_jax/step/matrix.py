@@ -163,11 +163,6 @@ def quotient_of(plan: Plan, matrix: Matrix) -> jax.Array:
     return scaled.astype(matrix.grad.dtype)
 
 
-def image_and_quotient(plan: Plan, matrix: Matrix, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`image_of` and `quotient_of` in one pass."""
-    return image_of(plan, matrix, start), quotient_of(plan, matrix)
-
-
 def divide_by_root(
     grad: jax.Array,
     root: jax.Array,
@@ -208,6 +203,13 @@ def residuals_of(
     if plan.platform.sums_in_blocks and plan.batch == 1:
         return jnp.sum(jnp.square(in_blocks(units)), axis=-1)
     return jnp.sum(jnp.square(units))
+
+
+def residuals_and_quotient(
+    plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`residuals_of` and `quotient_of` in one pass, the last one: it may overwrite the gradient."""
+    return residuals_of(plan, matrix, q, u, unit), quotient_of(plan, matrix)
 
 
 def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:

@@ -11,8 +11,8 @@ waits for the host but one branch of adaptive ranks.
 """
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,13 +42,13 @@ from adapprox_jax.step.matrix import (
     error_terms,
     errors_of,
     gram_of,
-    image_and_quotient,
     image_of,
     kept_columns,
     new_state,
     project,
     quotient_of,
     rank_of,
+    residuals_and_quotient,
     residuals_of,
     scale_of,
     start_of,
@@ -110,14 +110,9 @@ def step_stacks(
     if platform.keeps_targets:
         stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
     starts = each(start_of, plans, [last.u for last in lasts], sizes)
-    images: Sequence[jax.Array]
+    images = sweep(image_of, plans, stacks, starts, like_u=1)
     bases: Sequence[jax.Array]
-    quotients: Sequence[jax.Array] = ()
-    if platform.quotient_with_image:
-        of_first_pass = sweep(image_and_quotient, plans, stacks, starts, like_u=1)
-        images, quotients = zip(*of_first_pass, strict=True)
-    else:
-        images = sweep(image_of, plans, stacks, starts, like_u=1)
+    quotients: Sequence[jax.Array]
     bases, units = zip(*together(orthonormalize, images, have_sides=True), strict=True)
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(plans, stacks, bases)
@@ -132,13 +127,17 @@ def step_stacks(
     choices = _choose_fixed(found) if rule.is_fixed else _choose_adaptive(found, chooses)
     ranks = [choice.rank for choice in choices]
     kept = each(kept_columns, plans, lasts, _turned(factors, choices), ranks)
-    residuals = _residuals(found, kept)
+    if platform.quotient_with_error:
+        of_last_pass = _compared(residuals_and_quotient, found, kept)
+        parts, quotients = zip(*of_last_pass, strict=True)
+        residuals = sums_of(parts)
+    else:
+        residuals = _residuals(found, kept)
+        quotients = sweep(quotient_of, plans, stacks)
     norms = _norms(kept, units)
     terms = each(error_terms, plans, lasts, scales, residuals, norms, units)
     errors = together(_errors, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
-    if not quotients:
-        quotients = sweep(quotient_of, plans, stacks)
     return list(zip(quotients, states, strict=True))
 
 
@@ -181,9 +180,14 @@ def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Choice]:
 
 
 def _residuals(found: Found, factors: Sequence[Factors]) -> list[jax.Array]:
+    return sums_of(_compared(residuals_of, found, factors))
+
+
+def _compared(function: Callable[..., Any], found: Found, factors: Sequence[Factors]) -> list[Any]:
+    """A pass over all matrices that compares them with some factors."""
     qs, us = zip(*factors, strict=True)
     of_matrices = found.plans, found.stacks
-    return sums_of(sweep(residuals_of, *of_matrices, qs, us, found.units, like_q=1, like_u=1))
+    return sweep(function, *of_matrices, qs, us, found.units, like_q=1, like_u=1)
 
 
 def _turns(found: Found) -> list[jax.Array]:

@@ -24,8 +24,8 @@ class Platform:
     """Entries of a stack of matrices that a pass works on at once."""
     keeps_targets: bool
     """The target of a matrix stays in memory from pass to pass; else only the largest do."""
-    quotient_with_image: bool
-    """The quotient is made in the pass that makes the image; else last, so that it is used soon."""
+    quotient_with_error: bool
+    """The quotient is made in the pass that measures the error; else last, to be used soon."""
     unrolls_rounds: bool
     """The few rounds of a warm Cholesky QR are written out instead of looped over."""
     sums_in_blocks: bool
@@ -45,7 +45,7 @@ CPU = Platform(
     largest_whole=2**23,
     largest_slice=2**20,
     keeps_targets=True,
-    quotient_with_image=True,
+    quotient_with_error=True,
     unrolls_rounds=False,
     sums_in_blocks=False,
     sums_together=False,
@@ -59,7 +59,7 @@ ACCELERATOR = Platform(
     largest_whole=None,
     largest_slice=2**25,
     keeps_targets=False,
-    quotient_with_image=False,
+    quotient_with_error=False,
     unrolls_rounds=True,
     sums_in_blocks=True,
     sums_together=True,

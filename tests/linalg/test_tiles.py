@@ -94,6 +94,24 @@ def test_a_matrix_in_tiles_has_no_temporary_of_its_size(settings, in_tiles):
     assert lowered.compile().memory_analysis().temp_size_in_bytes < 512 * 1024 * 4 / 2
 
 
+@of_newer_compilers
+def test_the_update_of_a_matrix_in_tiles_takes_the_memory_of_its_gradient(in_tiles):
+    """A gradient that nothing else reads is overwritten, so that a training step has no more."""
+    in_tiles(2**14)
+    tx = adapprox_jax.adapprox(1e-3)
+    matrix = jax.ShapeDtypeStruct((512, 1024), jnp.float32)
+    half = jax.ShapeDtypeStruct((512, 4), jnp.float32), jax.ShapeDtypeStruct((1024, 4), jnp.float32)
+
+    def step(params, state, halves):
+        gradient = jnp.einsum("mk,nk->mn", *halves)
+        updates, state = tx.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.eval_shape(tx.init, matrix)
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(matrix, state, half).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 512 * 1024 * 4
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
