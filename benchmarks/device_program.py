@@ -1,36 +1,70 @@
-"""The program of a step for an H100 that need not be there: `python -m benchmarks.device_program`.
+"""The program of a step for a device that need not be there: `python -m benchmarks.device_program`.
 
-Compiles update and `apply_updates`, with parameters and state donated, and counts kernels, library
-calls, branches and bytes (`program_counts`). `make device-program` makes the environment that this
-needs and runs it there. Results go to `results/speed/device_program_<model>.json`.
+Compiles update and `apply_updates`, with parameters and state donated, for an H100 or a TPU, and
+reads what the program says: for an H100 kernels, library calls, branches and bytes
+(`program_counts`), for a TPU cycles (`tpu`). `make device-program` makes the environment that this
+needs and runs it there. Results go to `results/speed/device_program_<model>_<device>.json`.
 """
 
+import dataclasses
+import functools
+import math
 import pathlib
 import time
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import tyro
+from flax import nnx
 from tqdm import tqdm
 
-from benchmarks import records
+from benchmarks import h100, records, tpu
 from benchmarks.contenders import CONTENDERS
-from benchmarks.h100 import compile_for_h100, is_available
 from benchmarks.inputs import parameter_shapes
-from benchmarks.program_counts import count
-from benchmarks.steps import update_step
+from benchmarks.steps import training_step, update_step
+from examples.gpt2.model import CONFIGS, GPT
 
 RESULTS = records.RESULTS / "speed"
-STACKED = ", stacked"  # after a contender's name: with the layers' parameters in stacks
+WORDS = ("stacked", "bfloat16")  # after a contender's name: the layers' parameters; their type
 ROWS = (
     *("adamw", "adafactor", "adafactor 4 bits", "came"),
     *("muon", "adapprox_muon", "adapprox_muon rank 8"),
     "adapprox_muon 4 bits",
     *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 4 bits", "adapprox 1 to 64"),
-    *(f"adapprox{STACKED}", f"adapprox rank 16{STACKED}"),
+    *("adamw, stacked", "adapprox, stacked", "adapprox rank 16, stacked"),
+    *("adapprox 4 bits, stacked", "muon, stacked", "adapprox_muon 4 bits, stacked"),
 )
+
+
+class Device(NamedTuple):
+    """A device that need not be there, and its compiler."""
+
+    is_available: Callable[[], bool]
+    mesh: Callable[[tuple[int, ...], tuple[str, ...]], jax.sharding.Mesh]
+    figures: Callable[[jax.stages.Compiled], dict[str, Any]]
+    columns: dict[str, str]  # of the table, by the names of figures
+
+
+_OF_TPUS = {"ms": "ms", "fusions": "fusions", "loops": "loops", "branches": "branches"}
+_OF_GPUS = {
+    **{"kernels": "kernels", "library_calls": "library calls", "branches": "branches"},
+    **{"gb_moved": "GB moved", "ms": "roofline ms"},
+}
+DEVICES = {
+    "h100": Device(h100.is_available, h100.mesh_of_h100s, h100.figures, _OF_GPUS),
+    **{
+        kind: Device(
+            tpu.is_available,
+            functools.partial(tpu.mesh_of_tpus, kind),
+            functools.partial(tpu.figures, kind=kind),
+            _OF_TPUS,
+        )
+        for kind in tpu.CLOCK
+    },
+}
 
 
 def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -47,38 +81,74 @@ def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
     }
 
 
-def program_of(tx: optax.GradientTransformation, shapes: Any) -> Any:
-    """The compiled step of an optimizer for parameters of these shapes, in float32."""
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), shapes)
+def compiled_for(device: Device, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Compiles a function for one device, with all arguments but the last one donated.
 
+    Args:
+      device: One of `DEVICES`.
+      function: Not jitted.
+      arguments: Trees of anything with a shape and a dtype.
+    """
+    sharding = jax.sharding.NamedSharding(device.mesh((1,), ("x",)), jax.sharding.PartitionSpec())
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
+    )
+    donated = range(len(arguments) - 1)
+    return jax.jit(function, donate_argnums=tuple(donated)).lower(*placed).compile()
+
+
+def record_of(name: str, shapes: Any, device: Device) -> dict[str, Any]:
+    """The figures of the update of one row."""
+    contender, *words = name.split(", ")
+    shapes = stacked(shapes) if "stacked" in words else shapes
+    dtype = jnp.bfloat16 if "bfloat16" in words else jnp.float32
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+    tx = CONTENDERS[contender]()
     state = jax.eval_shape(tx.init, params)
-    return compile_for_h100(update_step(tx), params, params, state, donate_argnums=(1, 2))
+    update = update_step(tx)
 
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        return update(grads, params, state)
 
-def record_of(name: str, shapes: Any) -> dict[str, Any]:
-    """The counts of one row; the longest branch is a step that chooses ranks."""
-    contender = name.removesuffix(STACKED)
-    start = time.perf_counter()
-    compiled = program_of(CONTENDERS[contender](), stacked(shapes) if name != contender else shapes)
-    seconds = time.perf_counter() - start
-    text = compiled.as_text()
-    counts, longest = count(text), count(text, branch="longest")
+    start = time.process_time()
+    compiled = compiled_for(device, step, params, state, params)
     return {
-        "kernels": counts.kernels,
-        "library_calls": counts.library_calls,
-        "library_calls_of_longest_branch": longest.library_calls,
-        "decompositions": longest.decompositions,
-        "branches": longest.branches,
-        "loops_of_unknown_length": longest.loops_of_unknown_length,
-        "gb_moved": counts.nbytes / 1e9,
-        "roofline_ms": 1e3 * counts.seconds,
-        "roofline_ms_of_longest_branch": 1e3 * longest.seconds,
-        "temporaries_mib": compiled.memory_analysis().temp_size_in_bytes / 2**20,
-        "compile_seconds": seconds,
+        **device.figures(compiled),
+        "temporaries_mib": compiled.memory_analysis().temp_size_in_bytes / records.MIB,
+        "compile_processor_seconds": time.process_time() - start,
+    }
+
+
+def training_record(
+    tx: optax.GradientTransformation, model: str, batch: int, device: Device
+) -> dict[str, float]:
+    """The memory of a whole training step of GPT-2 as the example has it: MiB.
+
+    Args:
+      tx: The optimizer.
+      model: A key of `examples.gpt2.model.CONFIGS`.
+      batch: Sequences in the step.
+      device: One of `DEVICES`.
+
+    Returns:
+      The state's size; the peak by the simulator of the heap, and what is allocated.
+    """
+    config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
+    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    state = jax.eval_shape(tx.init, params)
+    tokens = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
+    compiled = compiled_for(device, training_step(graph, tx), params, state, tokens)
+    arrays = jax.tree.leaves(state)
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    return {
+        "state_mib": size / records.MIB,
+        "heap_peak_mib": compiled.memory_analysis().peak_memory_in_bytes / records.MIB,
+        "allocated_mib": records.planned_memory(compiled)["peak_mib"],
     }
 
 
 def main(
+    device: Literal["h100", "v5e", "v6e"] = "h100",
     model: Literal["tiny", "117M", "345M"] = "117M",
     rows: tuple[str, ...] = ROWS,
     output: pathlib.Path | None = None,
@@ -86,45 +156,54 @@ def main(
     """Compiles each optimizer's step, prints a table and writes JSON.
 
     Args:
+      device: What is compiled for. The times of TPUs are v5e's or v6e's.
       model: The model with the parameters.
-      rows: Names from `benchmarks/contenders.py`; ", stacked" behind a name stacks the layers.
+      rows: Names from `benchmarks/contenders.py`; ", stacked" behind a name stacks the layers, and
+        ", bfloat16" is for parameters and gradients in bfloat16. Rows that the file has stay there.
       output: File for the JSON.
     """
-    unknown = [name for name in rows if name.removesuffix(STACKED) not in CONTENDERS]
+    unknown = [name for name in rows if not _is_row(*name.split(", "))]
     if unknown:
         allowed = ", ".join(CONTENDERS)
-        raise SystemExit(f"rows has {unknown}; allowed: {allowed}, with {STACKED!r} after it too.")
-    if not is_available():
-        raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
+        raise SystemExit(f"rows has {unknown}; allowed: {allowed}, with {WORDS} after them.")
+    target = DEVICES[device]
+    if not target.is_available():
+        raise SystemExit(f"{device}: no compiler is installed here; `make device-program` does it.")
     shapes = parameter_shapes(model)
-    result = {
-        **records.header(),
-        "device": "H100, from its description",
-        "records": {},
-    }
-    path = output or RESULTS / f"device_program_{model}.json"
+    path = output or RESULTS / f"device_program_{model}_{device}.json"
+    result = {**records.header(), "device": f"{device}, from its description", "records": {}}
+    if path.exists():
+        result["records"] = records.read(path)["records"]
     for name in tqdm(rows, unit="program"):
-        result["records"][name] = record_of(name, shapes)
+        result["records"][name] = record_of(name, shapes, target)
         records.write(path, result)
-    print(table(result["records"]))
+    print(table(result["records"], device))
     print(f"written: {path}")
     return result
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A row for each program, with its roofline over that of the first one."""
-    first = next(iter(rows))
-    titles = ["", "kernels", "library calls", "branches", "GB moved", "roofline ms"]
-    titles += [f"over {first}", "with a choice of ranks, ms", "temporaries MiB"]
+def _is_row(contender: str, *words: str) -> bool:
+    return contender in CONTENDERS and set(words) <= set(WORDS)
+
+
+def table(rows: dict[str, dict[str, Any]], device: str) -> str:
+    """A row for each program, with its time over that of AdamW for the same parameters."""
+    columns = DEVICES[device].columns
+    titles = ["", *columns.values(), "over AdamW", "with a choice of ranks, ms"]
     cells = []
     for name, r in rows.items():
-        longest = r["roofline_ms_of_longest_branch"]
-        counts = [str(r[key]) for key in ("kernels", "library_calls", "branches")]
-        times = [f"{r['gb_moved']:.2f}", f"{r['roofline_ms']:.2f}"]
-        times += [f"{r['roofline_ms'] / rows[first]['roofline_ms']:.2f}"]
-        times += [f"{longest:.2f}" if r["branches"] else ""]
-        cells.append([name, *counts, *times, f"{r['temporaries_mib']:.0f}"])
-    return records.table(titles, cells)
+        _, *words = name.split(", ")
+        base = rows.get(", ".join(["adamw", *words]))
+        figures = [_text(r[key]) for key in columns]
+        figures += [f"{r['ms'] / base['ms']:.2f}" if base else ""]
+        figures += [f"{r['ms_of_longest_branch']:.2f}" if r["branches"] else ""]
+        seconds = f"{r['compile_processor_seconds']:.0f}"
+        cells.append([name, *figures, f"{r['temporaries_mib']:.0f}", seconds])
+    return records.table([*titles, "temporaries MiB", "compile, processor s"], cells)
+
+
+def _text(number: float) -> str:
+    return f"{number:.2f}" if isinstance(number, float) else str(number)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ This needs Python 3.12 with `jax-cuda12-plugin`, `jax-cuda12-pjrt` and `nvidia-c
 
 import importlib.util
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+
+from benchmarks.program_counts import count
 
 # From the data sheet and CUDA's occupancy tables.
 H100 = """
@@ -53,20 +54,18 @@ def mesh_of_h100s(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.shardin
     return topologies.make_mesh(described, shape, names)
 
 
-def compile_for_h100(function: Callable[..., Any], *arguments: Any, **jit_options: Any) -> Any:
-    """Compiles a function for one H100.
-
-    Args:
-      function: The function, not jitted.
-      arguments: Trees of anything with a shape and a dtype.
-      jit_options: Options of `jax.jit`.
-
-    Returns:
-      The result of `lower(...).compile()`.
-    """
-    mesh = mesh_of_h100s((1,), ("x",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    return jax.jit(function, **jit_options).lower(*placed).compile()
+def figures(compiled: Any) -> dict[str, Any]:
+    """What one execution of a program does; the longest branch is a step that chooses ranks."""
+    text = compiled.as_text()
+    counts, longest = count(text), count(text, branch="longest")
+    return {
+        "kernels": counts.kernels,
+        "library_calls": counts.library_calls,
+        "library_calls_of_longest_branch": longest.library_calls,
+        "decompositions": longest.decompositions,
+        "branches": longest.branches,
+        "loops_of_unknown_length": longest.loops_of_unknown_length,
+        "gb_moved": counts.nbytes / 1e9,
+        "ms": 1e3 * counts.seconds,
+        "ms_of_longest_branch": 1e3 * longest.seconds,
+    }

@@ -116,7 +116,7 @@ def _count(computations: Computations, name: str, choose: Any) -> Counts:
             total.add(_count(computations, body, choose), int(trips or 1))
         elif instruction.operation == "conditional":
             total.add(Counts(branches=1, seconds=ROUND_TRIP))
-            branches = (_count(computations, one, choose) for one in _branches(instruction))
+            branches = (_count(computations, one, choose) for one in branches_of(instruction))
             total.add(choose(branches, key=lambda counts: counts.seconds))
         elif instruction.operation in ("call", "async-start"):
             called = instruction.attribute(r"(?:to_apply|calls)=%([\w.\-]+)")
@@ -126,7 +126,8 @@ def _count(computations: Computations, name: str, choose: Any) -> Counts:
     return total
 
 
-def _branches(conditional: Instruction) -> list[str]:
+def branches_of(conditional: Instruction) -> list[str]:
+    """The names of the computations of a conditional."""
     named = conditional.attribute(r"branch_computations=\{([^}]*)\}")
     if named is not None:
         return re.findall(r"%([\w.\-]+)", named)

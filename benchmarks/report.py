@@ -177,7 +177,7 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
         cells = [name, f"{size:.2f}"]
         for text in TEXTS:
             cells.append(f"{loss_tables.best_of(results, SHOWN[name][0], text).mean:.2f}")
-        for record, key in ((measured, "seconds"), (programs, "roofline_ms")):
+        for record, key in ((measured, "seconds"), (programs, "ms")):
             ratio = record[contender][key] / record[base.lower()][key]
             cells.append(f"{ratio:.1f} x {base}")
         rows.append(cells)

@@ -65,7 +65,7 @@ def in_phases(monkeypatch):
     """Takes the way of accelerators from here on: nothing that was traced before counts."""
     taken = []
 
-    def of_accelerators(*operands, cpu, default):
+    def of_accelerators(*operands, cpu, tpu, default):
         taken.append(1)
         return default(*operands)
 

@@ -96,7 +96,7 @@ def test_strict_flags_of_functions(flag):
         for orthogonalization in ("qr", "cholesky"):
             adapprox_jax.srsi(matrix, 3, 0, orthogonalization=orthogonalization)
         for bits in (8, 5, 4):
-            adapprox_jax.dequantize(*adapprox_jax.quantize(matrix, bits), matrix.shape[1])
+            adapprox_jax.dequantize(*adapprox_jax.quantize(matrix, bits), matrix.shape)
         adam = optax.adam(1e-3).init(params)
         adapprox_jax.from_adam(adapprox_jax.adapprox_muon(1e-3), adam, params)
         state = adapprox_jax.from_adam(adapprox_jax.adapprox(1e-3), adam, params)

@@ -1,10 +1,17 @@
-"""Arrays in 8, 5 or 4 bits a number, with one scale for each block of 32 along the last axis."""
+"""Arrays in 8, 5 or 4 bits a number, with one scale for each block of 32.
+
+Blocks lie along the rows of a matrix, not along its last axis: accelerators lay that out in lanes,
+and to work on a part of these they would have to move the array.
+"""
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.argument_checks import require, require_choice, require_integer
+from adapprox_jax.argument_checks import require, require_choice
 from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
 
 BLOCK = 32
@@ -22,16 +29,17 @@ def quantize(
     at zero and three halves at s, about as fine as numbers are dense.
 
     Args:
-      array: (..., n), real.
+      array: Real, of at least one axis.
       bits: 8, 5 or 4.
       noise: Random numbers in [0, 1) of the shape of the array. Numbers are then rounded up or
         down, with the odds at which the codes are right on average. An average that is stored again
         and again needs that. None: to the nearest code.
 
     Returns:
-      Codes: int8 (..., n), uint8 (..., 20 blocks) or uint8 (..., n / 2 rounded up). Scales:
-      bfloat16 (..., blocks), where blocks is n / 32 rounded up. A number costs 1.06, 0.69 or 0.56
-      bytes.
+      Codes and scales. Both have the array's shape but for the axis of the blocks (`block_axis`).
+      If there are n numbers along it, the n / 32 rounded up are the blocks. There the codes have n
+      int8, 20 uint8 a block or 16 uint8 a block, and the scales, bfloat16, one a block. A number
+      costs 1.06, 0.69 or 0.56 bytes.
 
     Raises:
       ValueError: bits is none of these, or the array is a scalar.
@@ -39,7 +47,7 @@ def quantize(
     Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.linspace(-1, 1, 5))
-      >>> print(adapprox_jax.dequantize(codes, scales, 5))
+      >>> print(adapprox_jax.dequantize(codes, scales, (5,)))
       [-1.         -0.49836066  0.          0.49836066  1.        ]
 
     Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a quotient instead
@@ -54,9 +62,11 @@ def quantize(
         shape = getattr(noise, "shape", type(noise).__name__)
         raise ValueError(f"noise has shape {shape}; allowed: that of the array, {array.shape}.")
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
-    n = array.shape[-1]
-    blocks = in_blocks(array.astype(jnp.float32))
-    largest_in_block = jnp.max(jnp.abs(blocks), axis=-1)
+    axis = block_axis(array.shape)
+    blocks = in_blocks(array.astype(jnp.float32), axis)
+    # Of quarters first: to look along rows within 8 of them is slow on TPUs.
+    quarters = map(jnp.abs, jnp.split(blocks, 4, axis + 1))
+    largest_in_block = jnp.max(functools.reduce(jnp.maximum, quarters), axis=axis + 1)
     scales = jnp.where(
         jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, LARGEST_BFLOAT16)
     )
@@ -66,9 +76,24 @@ def quantize(
         ones = jnp.full(scales.shape, 0xFFFF, jnp.uint16)
         scales = jnp.where(jnp.isinf(scales), jnp.inf, round_stochastically(scales, ones))
         scales = scales.astype(_SCALE_DTYPE)
+    encode = functools.partial(_codes, scale=jnp.expand_dims(scales, axis + 1), bits=bits)
+    noises = None if noise is None else in_blocks(noise, axis)
+    if bits == 8:
+        codes = encode(blocks, noises).astype(jnp.int8)
+    else:  # each half by itself: codes that are made together would be written before they are cut
+        low, high = map(encode, _halves(blocks, axis + 1), _halves(noises, axis + 1))
+        codes = _packed(low, high)
+        if bits == 5:
+            codes = jnp.concatenate([codes, _signs(low, high, axis + 1)], axis + 1)
+    codes = _joined(codes, axis)
+    return jax.lax.slice_in_dim(codes, 0, _length(array.shape[axis], bits), axis=axis), scales
+
+
+def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -> jax.Array:
+    """The codes of numbers in blocks with some scales, as int32."""
     # An eighth of both: the reciprocal of the largest numbers would count as zero.
-    wide = scales.astype(jnp.float32)[..., None] / 8
-    unit = blocks / 8 / jnp.where(wide == 0, 1, wide)
+    wide = scale.astype(jnp.float32) / 8
+    unit = x / 8 / jnp.where(wide == 0, 1, wide)
     largest = 2 ** (bits - 1) - 1
     exact = 3 * largest * unit / (2 + jnp.abs(unit))
     if noise is None:
@@ -77,49 +102,47 @@ def quantize(
     else:
         below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
         low, high = _units(below, largest), _units(below + 1, largest)
-        codes = jnp.where(in_blocks(noise) < (unit - low) / (high - low), below + 1, below)
-    codes = codes.astype(jnp.int8)
-    if bits == 5:
-        return _packed_in_5_bits(codes), scales
-    codes = codes.reshape(*array.shape[:-1], blocks.shape[-2] * BLOCK)
-    return (codes[..., :n] if bits == 8 else _packed(codes[..., : n + n % 2])), scales
+        codes = jnp.where(noise < (unit - low) / (high - low), below + 1, below)
+    return codes.astype(jnp.int32)
 
 
-def dequantize(codes: jax.Array, scales: jax.Array, n: int) -> jax.Array:
+def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """The numbers that codes stand for.
 
     Args:
       codes: From `quantize`; their type and number tell the bits.
       scales: From `quantize`.
-      n: Numbers along the last axis.
+      shape: Of the array that was given to `quantize`.
 
     Returns:
-      float32 (..., n).
+      float32 of that shape.
 
     Raises:
-      ValueError: codes, scales and n do not belong together.
+      ValueError: codes, scales and shape do not belong together.
 
     Examples:
       >>> import jax.numpy as jnp, adapprox_jax
       >>> codes, scales = adapprox_jax.quantize(jnp.array([3.0, -3.0, 0.0]), bits=4)
-      >>> print(adapprox_jax.dequantize(codes, scales, 3))
+      >>> print(adapprox_jax.dequantize(codes, scales, (3,)))
       [ 3. -3.  0.]
     """
-    require_integer("n", n, 0)
+    if not isinstance(shape, tuple) or not shape:
+        raise ValueError(f"shape is {shape!r}; allowed: a tuple of at least one integer.")
     require_choice("codes.dtype", codes.dtype, (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)))
-    given, expected = (codes.shape, scales.shape), {}
-    for bits in BITS:
-        like = quantized_like((*codes.shape[:-1], n), bits)
-        if like[0].dtype == codes.dtype:
-            expected[bits] = tuple(x.shape for x in like)
-    if given not in expected.values():
-        allowed = " or ".join(map(str, expected.values()))
-        raise ValueError(f"codes and scales have shapes {given}; allowed for {n=}: {allowed}.")
-    bits = bits_of(codes, n)
-    signed = {8: lambda x: x, 5: _unpacked_from_5_bits, 4: _unpacked}[bits](codes)
-    units = _units(in_blocks(signed[..., :n].astype(jnp.float32)), 2 ** (bits - 1) - 1)
-    numbers = units * scales.astype(jnp.float32)[..., None]
-    return numbers.reshape(*codes.shape[:-1], numbers.shape[-2] * BLOCK)[..., :n]
+    expected = {bits: quantized_like(shape, bits) for bits in BITS}
+    given = codes.shape, codes.dtype, scales.shape
+    possible = {(x.shape, x.dtype, y.shape): bits for bits, (x, y) in expected.items()}
+    if given not in possible:
+        allowed = " or ".join(f"{x.dtype} {x.shape}, {y.shape}" for x, y in expected.values())
+        raise ValueError(
+            f"codes and scales are {codes.dtype} {codes.shape}, {scales.shape};"
+            f" allowed for shape {shape}: {allowed}."
+        )
+    bits, axis = possible[given], block_axis(shape)
+    signed = _unpacked(in_blocks(codes, axis, _IN_BLOCK[bits]), bits, axis + 1)
+    units = _units(signed.astype(jnp.float32), 2 ** (bits - 1) - 1)
+    numbers = _joined(units * jnp.expand_dims(scales.astype(jnp.float32), axis + 1), axis)
+    return jax.lax.slice_in_dim(numbers, 0, shape[axis], axis=axis)
 
 
 def _units(codes: jax.Array, largest: int) -> jax.Array:
@@ -131,63 +154,86 @@ def quantized_like(
     shape: tuple[int, ...], bits: int
 ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes and types of the codes and scales of an array of a shape."""
-    *batch, n = shape
-    blocks = -(-n // BLOCK)
-    length = {8: n, 5: 20 * blocks, 4: -(-n // 2)}[bits]
-    codes = jax.ShapeDtypeStruct((*batch, length), jnp.int8 if bits == 8 else jnp.uint8)
-    return codes, jax.ShapeDtypeStruct((*batch, blocks), _SCALE_DTYPE)
+    axis = block_axis(shape)
+
+    def of(length: int) -> tuple[int, ...]:
+        return (*shape[:axis], length, *shape[axis + 1 :])
+
+    dtype = jnp.int8 if bits == 8 else jnp.uint8
+    codes = jax.ShapeDtypeStruct(of(_length(shape[axis], bits)), dtype)
+    return codes, jax.ShapeDtypeStruct(of(-(-shape[axis] // BLOCK)), _SCALE_DTYPE)
 
 
-def bits_of(codes: jax.Array, n: int) -> int:
-    """The bits of codes of n numbers along the last axis."""
+def bits_of(codes: jax.Array, shape: tuple[int, ...]) -> int:
+    """The bits of the codes of an array of a shape."""
     if codes.dtype == jnp.int8:
         return 8
-    return 4 if codes.shape[-1] == -(-n // 2) else 5
+    return 4 if codes.shape == quantized_like(shape, 4)[0].shape else 5
 
 
-def in_blocks(array: jax.Array) -> jax.Array:
-    """(..., n) as (..., blocks, 32), with zeros after the last number."""
-    missing = -array.shape[-1] % BLOCK
-    padded = jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, missing)])
-    return padded.reshape(*array.shape[:-1], padded.shape[-1] // BLOCK, BLOCK)
+def block_axis(shape: tuple[int, ...]) -> int:
+    """The axis along which blocks lie: the last but one, or before it, that has at least a block.
 
-
-def _packed(codes: jax.Array) -> jax.Array:
-    """The lower 4 bits of int8 codes (..., 2 n) as bytes (..., n)."""
-    pairs = jax.lax.bitcast_convert_type(codes, jnp.uint8).reshape(
-        *codes.shape[:-1], codes.shape[-1] // 2, 2
-    )
-    return (pairs[..., 0] & 0xF) | (pairs[..., 1] << 4)
-
-
-def _unpacked(packed: jax.Array) -> jax.Array:
-    """The int8 codes (..., 2 n) in bytes (..., n)."""
-    nibbles = jnp.stack([packed & 0xF, packed >> 4], axis=-1)
-    nibbles = nibbles.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-    signed = (nibbles ^ 8).astype(jnp.int8) - 8
-    return signed.astype(jnp.int8)
-
-
-def _packed_in_5_bits(codes: jax.Array) -> jax.Array:
-    """int8 codes (..., blocks, 32) as bytes (..., 20 blocks): of each block 16 with the lower 4
-    bits, and 4 with the signs.
+    The last one where there is none, as of vectors.
     """
-    signs = (codes < 0).astype(jnp.uint8).reshape(*codes.shape[:-1], 4, 8)
-    signs = jnp.sum(signs << _places(signs.ndim), axis=-1, dtype=jnp.uint8)
-    parts = _packed(codes), signs
-    return jnp.concatenate(parts, axis=-1).reshape(*codes.shape[:-2], 20 * codes.shape[-2])
+    axes = range(len(shape) - 2, -1, -1)
+    return next((axis for axis in axes if shape[axis] >= BLOCK), len(shape) - 1)
 
 
-def _places(ndim: int) -> np.ndarray:
-    """The places of the bits of a byte, along the last of some axes."""
-    return np.arange(8, dtype=np.uint8).reshape((1,) * (ndim - 1) + (8,))
+def in_blocks(array: jax.Array, axis: int, size: int = BLOCK) -> jax.Array:
+    """(..., n, ...) as (..., blocks, size, ...), with zeros after the last number."""
+    missing = -array.shape[axis] % size
+    padded = jnp.pad(array, [(0, missing if i == axis else 0) for i in range(array.ndim)])
+    blocks = padded.shape[axis] // size
+    return padded.reshape(*array.shape[:axis], blocks, size, *array.shape[axis + 1 :])
 
 
-def _unpacked_from_5_bits(packed: jax.Array) -> jax.Array:
-    """The int8 codes (..., 32 blocks) in bytes (..., 20 blocks)."""
-    blocks = packed.reshape(*packed.shape[:-1], packed.shape[-1] // 20, 20)
-    lower = _unpacked(blocks[..., :16]) & 0xF
-    signs = blocks[..., 16:, None]
-    signs = (signs >> _places(signs.ndim)) & 1
-    negative = signs.astype(jnp.int8).reshape(lower.shape)
-    return (lower - 16 * negative).reshape(*packed.shape[:-1], BLOCK * blocks.shape[-2])
+def _joined(blocks: jax.Array, axis: int) -> jax.Array:
+    """Undoes `in_blocks`, but for the zeros."""
+    shape = blocks.shape
+    return blocks.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
+
+
+def _length(n: int, bits: int) -> int:
+    """How many codes there are of n numbers."""
+    return n if bits == 8 else -(-n // BLOCK) * _IN_BLOCK[bits]
+
+
+def _halves(x: jax.Array | None, axis: int) -> list[Any]:
+    """The first and the second half along an axis."""
+    return [None, None] if x is None else jnp.split(x, 2, axis)
+
+
+def _packed(low: jax.Array, high: jax.Array) -> jax.Array:
+    """The lower 4 bits of two codes in a byte."""
+    return ((low & 0xF) | ((high & 0xF) << 4)).astype(jnp.uint8)
+
+
+def _signs(low: jax.Array, high: jax.Array, axis: int) -> jax.Array:
+    """The signs of 32 codes in 4 bytes."""
+    parts = [*jnp.split(low < 0, 4, axis), *jnp.split(high < 0, 4, axis)]
+    bits = [part.astype(jnp.int32) << place for place, part in enumerate(parts)]
+    return functools.reduce(jnp.bitwise_or, bits).astype(jnp.uint8)
+
+
+def _unpacked(codes: jax.Array, bits: int, axis: int) -> jax.Array:
+    """The 32 codes in the bytes of a block, as int32."""
+    if bits == 8:
+        return codes.astype(jnp.int32)
+    pairs = jax.lax.slice_in_dim(codes, 0, BLOCK // 2, axis=axis)
+    lower = _cut(pairs, 2, 4, axis)
+    if bits == 4:
+        return (lower ^ 8) - 8
+    return lower - 16 * _cut(jax.lax.slice_in_dim(codes, BLOCK // 2, None, axis=axis), 8, 1, axis)
+
+
+def _cut(codes: jax.Array, count: int, bits: int, axis: int) -> jax.Array:
+    """Bytes as `count` numbers of some bits each: the lowest bits of all bytes come first."""
+    shape = (*codes.shape[:axis], count, *codes.shape[axis:])
+    repeated = jnp.broadcast_to(jnp.expand_dims(codes, axis), shape).astype(jnp.int32)
+    places = np.arange(count, dtype=np.int32) * bits
+    places = places.reshape([count if i == axis else 1 for i in range(len(shape))])
+    return _joined((repeated >> places) & (2**bits - 1), axis)
+
+
+_IN_BLOCK = {8: BLOCK, 5: 20, 4: 16}  # bytes of a block

@@ -201,7 +201,7 @@ def residuals_of(
     difference = target_of(plan, matrix) - product_of(plan, Factors(q, u))
     units = difference / unit
     if plan.platform.sums_in_blocks and plan.batch == 1:
-        return jnp.sum(jnp.square(in_blocks(units)), axis=-1)
+        return jnp.sum(jnp.square(in_blocks(units, 0)), axis=1)
     return jnp.sum(jnp.square(units))
 
 

@@ -46,7 +46,6 @@ from adapprox_jax.step.matrix import (
     kept_columns,
     new_state,
     project,
-    quotient_of,
     rank_of,
     residuals_and_quotient,
     residuals_of,
@@ -65,9 +64,6 @@ class Found(NamedTuple):
     lasts: Sequence[LeafState]
     factors: Sequence[Factors]  # of all columns that were worked on
     units: Sequence[jax.Array]  # powers of two, about as large as the largest image
-
-
-_MOST_AT_ONCE = 40 * 2**20  # entries of targets on a device: 160 MiB in float32
 
 
 def step_stacks(
@@ -127,15 +123,10 @@ def step_stacks(
     choices = _choose_fixed(found) if rule.is_fixed else _choose_adaptive(found, chooses)
     ranks = [choice.rank for choice in choices]
     kept = each(kept_columns, plans, lasts, _turned(factors, choices), ranks)
-    if platform.quotient_with_error:
-        of_last_pass = _compared(residuals_and_quotient, found, kept)
-        parts, quotients = zip(*of_last_pass, strict=True)
-        residuals = sums_of(parts)
-    else:
-        residuals = _residuals(found, kept)
-        quotients = sweep(quotient_of, plans, stacks)
+    of_last_pass = _compared(residuals_and_quotient, found, kept)
+    residuals, quotients = zip(*of_last_pass, strict=True)
     norms = _norms(kept, units)
-    terms = each(error_terms, plans, lasts, scales, residuals, norms, units)
+    terms = each(error_terms, plans, lasts, scales, sums_of(residuals), norms, units)
     errors = together(_errors, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     return list(zip(quotients, states, strict=True))
@@ -267,5 +258,6 @@ def _largest_that_stays(plans: Sequence[Plan], stacks: Sequence[Matrix]) -> int 
         for i, (plan, stack) in enumerate(zip(plans, stacks, strict=True))
         if i != largest
     ]
-    fits = sizes[largest] + max(others, default=0) <= _MOST_AT_ONCE * devices_in_use()
+    most = plans[largest].platform.most_kept * devices_in_use()
+    fits = sizes[largest] + max(others, default=0) <= most
     return largest if fits else None

@@ -23,9 +23,9 @@ class Platform:
     largest_slice: int
     """Entries of a stack of matrices that a pass works on at once."""
     keeps_targets: bool
-    """The target of a matrix stays in memory from pass to pass; else only the largest do."""
-    quotient_with_error: bool
-    """The quotient is made in the pass that measures the error; else last, to be used soon."""
+    """The target of a matrix stays in memory from pass to pass; else at most the largest one."""
+    most_kept: int
+    """Entries of targets on a device up to which the largest stays beside another one."""
     unrolls_rounds: bool
     """The few rounds of a warm Cholesky QR are written out instead of looped over."""
     sums_in_blocks: bool
@@ -45,27 +45,29 @@ CPU = Platform(
     largest_whole=2**23,
     largest_slice=2**20,
     keeps_targets=True,
-    quotient_with_error=True,
+    most_kept=0,
     unrolls_rounds=False,
     sums_in_blocks=False,
     sums_together=False,
     directions_at_once=2**20,
     directions_dtype=None,
 )
-ACCELERATOR = Platform(
+GPU = Platform(
     leaf_after_leaf=False,
     fuses_outer_products=True,
     most_parts=64,
     largest_whole=None,
     largest_slice=2**25,
     keeps_targets=False,
-    quotient_with_error=False,
+    most_kept=40 * 2**20,  # 160 MiB in float32
     unrolls_rounds=True,
     sums_in_blocks=True,
     sums_together=True,
     directions_at_once=2**24,
     directions_dtype=jnp.bfloat16,
 )
+# An elementwise operand fuses into a product, unless that is cut into parts.
+TPU = dataclasses.replace(GPU, most_parts=1, most_kept=0)
 
 
 def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
@@ -86,11 +88,15 @@ def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
     def on_cpu(*operands: Any) -> Any:
         return function(CPU, *operands)
 
-    def on_accelerator(*operands: Any) -> Any:
-        return function(ACCELERATOR, *operands)
+    def on_tpu(*operands: Any) -> Any:
+        return function(TPU, *operands)
+
+    def on_others(*operands: Any) -> Any:
+        return function(GPU, *operands)
 
     arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return jax.lax.platform_dependent(*operands, cpu=on_cpu, default=on_accelerator)
+        return jax.lax.platform_dependent(*operands, cpu=on_cpu, tpu=on_tpu, default=on_others)
     platforms = {d.platform for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
-    return (on_cpu if platforms <= {"cpu"} else on_accelerator)(*operands)
+    known = {"cpu": on_cpu, "tpu": on_tpu}
+    return known.get(max(platforms, default="cpu"), on_others)(*operands)

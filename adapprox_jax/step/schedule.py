@@ -26,7 +26,7 @@ from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.alike import alike, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
-from adapprox_jax.step.platform import ACCELERATOR, Platform, on_platform
+from adapprox_jax.step.platform import GPU, Platform, on_platform
 from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.xla_order import begin_after, materialize
 
@@ -54,13 +54,12 @@ def step_leaves(
     """
 
     def step(platform: Platform, *operands: Any) -> Stepped:
+        if platform.leaf_after_leaf and devices_in_use() > 1:
+            platform = GPU
         schedule = _leaf_after_leaf if platform.leaf_after_leaf else _together
         return schedule(*operands, platform=platform, views=views, settings=settings)
 
-    operands = scalars, list(grads), list(states)
-    if devices_in_use() > 1:
-        return step(ACCELERATOR, *operands)
-    results: Stepped = on_platform(step, *operands)
+    results: Stepped = on_platform(step, scalars, list(grads), list(states))
     return results
 
 

@@ -19,6 +19,7 @@ from adapprox_jax.argument_checks import (
 from adapprox_jax.linalg.quantization import (
     BLOCK,
     bits_of,
+    block_axis,
     dequantize,
     quantize,
     quantized_like,
@@ -179,7 +180,7 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
     def store(average: Any, kept: Any, scale: Any) -> tuple[Any, Any]:
         if not _is_coded(scale):
             return jnp.asarray(average, kept.dtype), scale
-        return quantize(average, bits_of(kept, average.shape[-1]))
+        return quantize(average, bits_of(kept, average.shape))
 
     stored = list(map(store, leaves.arrays, mu.arrays, _arrays(scales, leaves)))
     new_mu, new_scales = unzipped(stored, 2)
@@ -243,11 +244,12 @@ def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
 def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
     """Codes and scales of a zero average of one leaf; a small leaf's average, and no scale."""
     leaf = unbox(param)
-    if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[-1] < BLOCK:
+    if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[block_axis(leaf.shape)] < BLOCK:
         return jax.tree.map(jnp.zeros_like, param), rebox_axes(param, jnp.zeros(()), ())
-    axes = range(leaf.ndim)
+    axes: list[int | None] = list(range(leaf.ndim))
+    of_blocks = [None if axis == block_axis(leaf.shape) else axis for axis in axes]
     # Names in a box are taken as they are, where the blocks may not be divisible by the devices.
-    named = (axes, (*axes[:-1], None))
+    named = (axes, of_blocks)
     codes, scales = (
         rebox_axes(param, full_along(leaf, axes, x.shape, 0, x.dtype), of)
         for x, of in zip(quantized_like(leaf.shape, bits), named, strict=True)
@@ -278,7 +280,7 @@ def _average_leaves(
         update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
         codes = begin_late_on_cpu(update, codes)
-        average, emitted = averaged(update, dequantize(codes, scales, update.shape[-1]), step)
+        average, emitted = averaged(update, dequantize(codes, scales, update.shape), step)
         noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
         return emitted, *quantize(average, rule.bits or 0, noise)
 
@@ -302,7 +304,7 @@ def _average_leaves(
 
 def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> None:
     """Raises ValueError where codes are of another shape or of other bits."""
-    kept = bits_of(codes, update.shape[-1])
+    kept = bits_of(codes, update.shape)
     like = quantized_like(update.shape, kept)[0]
     if (codes.shape, codes.dtype) != (like.shape, like.dtype):
         raise ValueError(

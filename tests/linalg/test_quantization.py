@@ -9,7 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adapprox_jax
 from adapprox_jax import quantize
-from adapprox_jax.linalg.quantization import quantized_like
+from adapprox_jax.linalg.quantization import block_axis, quantized_like
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
@@ -28,23 +28,33 @@ def test_error_is_half_a_step_of_the_codes(bits, most, n):
     """Of a block's largest magnitude: 3 / 4 of 1 / 127, 1 / 15, 1 / 7 at most; of scales 2^-9."""
     rng = np.random.default_rng(0)
     x = np.float32(rng.normal(size=(3, n)) * 10.0 ** np.arange(-3, 6, 3)[:, None])
+    x = x.T if n >= 32 else x  # blocks lie along rows, if there are enough
     encode = jax.jit(quantize, static_argnums=1)
     codes, scales = encode(x, bits)
-    back = np.asarray(jax.jit(adapprox_jax.dequantize, static_argnums=2)(codes, scales, n))
+    back = np.asarray(jax.jit(adapprox_jax.dequantize, static_argnums=2)(codes, scales, x.shape))
     assert [(a.shape, a.dtype) for a in (codes, scales)] == [
-        (a.shape, a.dtype) for a in quantized_like((3, n), bits)
+        (a.shape, a.dtype) for a in quantized_like(x.shape, bits)
     ]
+    again, _ = encode(back, bits)
+    np.testing.assert_array_equal(codes, again)
+    x, back = (x.T, back.T) if n >= 32 else (x, back)
     for i in range(0, n, 32):
         block, error = x[:, i : i + 32], np.abs(back - x)[:, i : i + 32]
         assert np.all(error.max(1) <= most * np.abs(block).max(1))
-    again, _ = encode(back, bits)
-    np.testing.assert_array_equal(codes, again)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((100,), 0), ((64, 96), 0), ((8, 96), 1), ((4096, 8, 128), 0), ((12, 64, 8), 1), ((3, 5), 1)],
+)
+def test_blocks_lie_along_rows_if_there_are_enough(shape, axis):
+    assert block_axis(shape) == axis
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4])
 def test_zeros_and_extreme_blocks(bits):
     x = jnp.asarray(np.r_[np.zeros(32), np.full(32, 1e-30), np.full(32, -3e38)], jnp.float32)
-    back = adapprox_jax.dequantize(*quantize(x, bits), 96)
+    back = adapprox_jax.dequantize(*quantize(x, bits), (96,))
     np.testing.assert_allclose(back, x, rtol=0.004)
 
 
@@ -137,7 +147,7 @@ def test_specs_of_parameters_map_over_the_state(dtype):
 def test_explicit_mesh(dtype):
     """The same values as on one device, codes and scales sharded as the parameter."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    params, tx = {"kernel": PARAMS["kernel"]}, adapprox_jax.guided_ema(mu_dtype=dtype)
+    params, tx = {"kernel": np.ones((256, 96))}, adapprox_jax.guided_ema(mu_dtype=dtype)
     expected, plain = jax.jit(tx.update)(updates(0, params), tx.init(params))
     sharding = NamedSharding(mesh, PartitionSpec("data", None))
     with jax.set_mesh(mesh):
@@ -154,7 +164,7 @@ def test_explicit_mesh(dtype):
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0)])
 def test_arrays_without_entries(bits, shape):
     codes, scales = quantize(jnp.zeros(shape), bits)
-    assert adapprox_jax.dequantize(codes, scales, shape[-1]).shape == shape
+    assert adapprox_jax.dequantize(codes, scales, shape).shape == shape
 
 
 def test_population():
@@ -198,10 +208,10 @@ def test_bad_types_and_shapes_are_named():
     with pytest.raises(ValueError, match="state with no codes; mu_dtype is"):
         tx.update(PARAMS, jax.jit(plain.init)(PARAMS))
     codes, scales = quantize(jnp.ones(40))
-    with pytest.raises(ValueError, match=r"shapes \(\(40,\), \(2,\)\); allowed for n=100: "):
-        adapprox_jax.dequantize(codes, scales, 100)
+    with pytest.raises(ValueError, match=r"are int8 \(40,\), \(2,\); allowed for shape \(100,\): "):
+        adapprox_jax.dequantize(codes, scales, (100,))
     with pytest.raises(ValueError, match=r"codes\.dtype is dtype\(bfloat16\); allowed"):
-        adapprox_jax.dequantize(scales, codes, 40)
+        adapprox_jax.dequantize(scales, codes, (40,))
 
 
 @each_dtype

@@ -144,16 +144,15 @@ def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
     grads = gradients(3, {"stack": (5, 24, 40)})
     expected, _ = run(tx, grads)
     jax.clear_caches()
-    few = dataclasses.replace(platform.ACCELERATOR, largest_slice=2 * 24 * 40)
-    monkeypatch.setattr(platform, "ACCELERATOR", few)
+    few = dataclasses.replace(platform.GPU, largest_slice=2 * 24 * 40)
+    monkeypatch.setattr(platform, "GPU", few)
     actual, _ = run(tx, grads)
     np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
     jax.clear_caches()
 
 
-def test_the_largest_target_is_kept_where_there_is_room(monkeypatch):
-    monkeypatch.setattr(phases, "_MOST_AT_ONCE", 1000)
-    few = dataclasses.replace(platform.ACCELERATOR, largest_slice=400)
+def test_the_largest_target_is_kept_where_there_is_room():
+    few = dataclasses.replace(platform.GPU, largest_slice=400, most_kept=1000)
 
     def kept(*shapes):
         plans = [SimpleNamespace(platform=few)] * len(shapes)

@@ -112,7 +112,7 @@ def test_codes_rounded_by_chance_are_right_on_average(bits):
     def decoded(draw):
         noise = jnp.full(numbers.shape, draw)
         codes, scales = adapprox_jax.quantize(numbers, bits, noise)
-        return adapprox_jax.dequantize(codes, scales, 64)
+        return adapprox_jax.dequantize(codes, scales, numbers.shape)
 
     mean = np.mean(jax.jit(lambda: jax.lax.map(decoded, draws))(), axis=0)
     # One draw in a thousand, of a step between two codes of at most twice 1 / c.

@@ -80,9 +80,13 @@ def test_bad_arguments_are_named(keywords, message):
 
 
 @pytest.mark.parametrize(
-    ("shape", "coded"), [((128, 32), True), ((4096, 31), False), ((4095,), False), ((4096,), True)]
+    ("shape", "scales"),
+    [
+        *(((128, 32), (4, 32)), ((4096, 31), (128, 31)), ((31, 4096), (31, 128))),
+        *(((16, 16, 16), ()), ((4095,), ()), ((4096,), (128,))),
+    ],
 )
-def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, coded):
+def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, scales):
     state = adapprox_jax.guided_ema(0.9, mu_dtype="int8").init(jnp.zeros(shape))
-    assert (state.mu.dtype == jnp.int8) == coded
-    assert state.scale.shape == ((*shape[:-1], -(-shape[-1] // 32)) if coded else ())
+    assert (state.mu.dtype == jnp.int8) == bool(scales)
+    assert state.scale.shape == scales
