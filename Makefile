@@ -69,9 +69,11 @@ test-newest:
 release-check: $(VENV_RELEASE)/installed
 	$(VENV_RELEASE)/bin/python -m tests.release_check
 
-# What a step becomes on an H100: compiled by CUDA's plugin of JAX, for which no GPU need be there.
+# What a step becomes on an H100 and on TPUs: compiled by what JAX has for them, without a device.
 device-program: $(VENV_DEVICE)/installed
-	JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m benchmarks.device_program
+	for device in h100 v5e v6e; do \
+		JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m benchmarks.device_program --device $$device || exit 1; \
+	done
 	JAX_PLATFORMS=cpu $(VENV_DEVICE)/bin/python -m pytest -q tests/benchmarks/test_device_program.py
 
 # All figures of the GPU of this machine, in ten minutes after the installation.

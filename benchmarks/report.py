@@ -117,7 +117,7 @@ def blocks() -> dict[str, str]:
         "memory": memory_table.our_table(states),
         "peaks": memory_table.peaks_table(peaks["117M"]),
         "early ranks": _early_ranks(),
-        "device program": device_program.table(_read("speed/device_program_117M.json")["records"]),
+        **{f"device program, {name}": _programs(name) for name in ("h100", "v5e", "v6e")},
         "compile times": compile_times.table(_read("speed/compile_times_cpu.json")["seconds"]),
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
@@ -129,6 +129,12 @@ def blocks() -> dict[str, str]:
     for name in ("8B_h100", "70B_cpu"):
         found[f"scale {name}"] = scale.table(_read(f"scale/{name}.json")["records"])
     return found
+
+
+def _programs(device: str) -> str:
+    """The table of the programs for a device."""
+    record = _read(f"speed/device_program_117M_{device}.json")
+    return device_program.table(record["records"], device)
 
 
 def _read(name: str) -> dict:
@@ -168,7 +174,10 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
     """Bytes, loss and time of a step of six optimizers."""
     times = _read("speed/update_speed_117M_cpu.json")["records"]["117M"]
     of_muon = _read("speed/update_speed_muon_117M_cpu.json")["records"]["117M"]
-    programs = _read("speed/device_program_117M.json")["records"]
+    programs = {
+        device: _read(f"speed/device_program_117M_{device}.json")["records"]
+        for device in ("h100", "v5e")
+    }
     rows = []
     for name, size in _sizes(states).items():
         contender = name.lower().replace(",", "")
@@ -177,12 +186,14 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
         cells = [name, f"{size:.2f}"]
         for text in TEXTS:
             cells.append(f"{loss_tables.best_of(results, SHOWN[name][0], text).mean:.2f}")
-        for record, key in ((measured, "seconds"), (programs, "ms")):
+        for record, key in ((measured, "seconds"), *((one, "ms") for one in programs.values())):
             ratio = record[contender][key] / record[base.lower()][key]
             cells.append(f"{ratio:.1f} x {base}")
         rows.append(cells)
     titles = ["", "state, bytes per parameter", *(f"loss, {text}" for text in TEXTS)]
-    return records.table([*titles, "step on a CPU", "step on an H100, by its program"], rows)
+    return records.table(
+        [*titles, "step on a CPU", "on an H100, by its program", "on a TPU v5e"], rows
+    )
 
 
 def _early_ranks() -> str:

@@ -1,13 +1,16 @@
 """Counting what a program does, and what ours do on an H100 where its compiler is installed."""
 
 import json
+from types import SimpleNamespace
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("flax")
 pytest.importorskip("tyro")
 
-from benchmarks import device_program, h100, program_counts
+from benchmarks import device_program, h100, program_counts, tpu
 from benchmarks.inputs import parameter_shapes
 
 PROGRAM = """
@@ -70,38 +73,83 @@ def test_layers_are_stacked_and_nothing_else():
 def test_bad_rows_and_a_missing_compiler_are_named(monkeypatch):
     with pytest.raises(SystemExit, match=r"rows has \['adam'\]; allowed: adamw, "):
         device_program.main(rows=("adam",))
-    monkeypatch.setattr(device_program, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="make device-program"):
-        device_program.main(rows=("adamw",))
+    missing = device_program.DEVICES["v5e"]._replace(is_available=lambda: False)
+    monkeypatch.setitem(device_program.DEVICES, "v5e", missing)
+    with pytest.raises(SystemExit, match=r"v5e: no compiler .* `make device-program`"):
+        device_program.main("v5e", rows=("adamw",))
 
 
-needs_compiler = pytest.mark.skipif(not h100.is_available(), reason="no compiler for an H100 here")
+def test_cycles_of_loops_and_branches():
+    """A loop's body counts as often as its condition allows, and of branches one."""
+    text = """
+%body (c: s32[]) -> s32[] {
+  %c = s32[] parameter(0)
+  ROOT %next = s32[] add(%c, %c), backend_config={"estimated_cycles":"100"}
+}
+
+%less (c.1: s32[]) -> pred[] {
+  %c.1 = s32[] parameter(0)
+  %limit = s32[] constant(12)
+  ROOT %is = pred[] compare(%c.1, %limit), direction=LT
+}
+
+%dear (x: s32[]) -> s32[] {
+  %x = s32[] parameter(0)
+  ROOT %y = s32[] add(%x, %x), backend_config={"estimated_cycles":"3000"}
+}
+
+ENTRY %main (a: s32[]) -> s32[] {
+  %a = s32[] parameter(0)
+  %f = s32[] fusion(%a), kind=kLoop, calls=%g, backend_config={"estimated_cycles":"1500"}
+  %loop = s32[] while(%f), condition=%less, body=%body
+  ROOT %end = s32[] conditional(%a, %loop), true_computation=%dear, false_computation=%body
+}
+"""
+    found = tpu.figures(SimpleNamespace(as_text=lambda: text), "v5e")
+    assert found["ms"] == pytest.approx((1500 + 12 * 100 + 100) / 1.5e6)
+    assert found["ms_of_longest_branch"] == pytest.approx((1500 + 12 * 100 + 3000) / 1.5e6)
+    assert (found["fusions"], found["loops"], found["branches"]) == (1, 1, 1)
 
 
-@needs_compiler
+needs_gpu_compiler = pytest.mark.skipif(not h100.is_available(), reason="no compiler for an H100")
+needs_tpu_compiler = pytest.mark.skipif(not tpu.is_available(), reason="no compiler for TPUs")
+H100, V5E = device_program.DEVICES["h100"], device_program.DEVICES["v5e"]
+
+
+@needs_gpu_compiler
 @pytest.mark.parametrize(
     "row", ["adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox, stacked"]
 )
 def test_a_step_never_waits_for_the_host(row):
-    record = device_program.record_of(row, parameter_shapes("tiny"))
+    record = device_program.record_of(row, parameter_shapes("tiny"), H100)
     assert record["branches"] == record["loops_of_unknown_length"] == record["decompositions"] == 0
     assert record["library_calls"] <= 4
     # Of 18 matrices and 34 vectors; 16 or fewer a matrix, whatever the number of leaves.
     assert record["kernels"] <= 500
 
 
-@needs_compiler
+@needs_gpu_compiler
 def test_adaptive_ranks_ask_the_host_once():
-    record = device_program.record_of("adapprox 1 to 64", parameter_shapes("tiny"))
+    record = device_program.record_of("adapprox 1 to 64", parameter_shapes("tiny"), H100)
     assert record["branches"] == 1
     assert record["loops_of_unknown_length"] == 0
     assert record["library_calls_of_longest_branch"] <= 40
 
 
-@needs_compiler
+@needs_gpu_compiler
 def test_records_are_written(tmp_path):
     path = tmp_path / "records.json"
     device_program.main(model="tiny", rows=("adamw",), output=path)
     record = json.loads(path.read_text())["records"]["adamw"]
     assert record["kernels"] > 0
     assert record["gb_moved"] == pytest.approx(28e-9 * 875264, rel=0.2)
+
+
+@needs_tpu_compiler
+@pytest.mark.parametrize("row", ["adapprox, stacked", "adapprox 4 bits, stacked, bfloat16"])
+def test_on_a_tpu_no_target_lies_in_memory(row):
+    """Of a model with a large embedding: less than that in float32."""
+    shapes = {"embedding": jax.ShapeDtypeStruct((4096, 1024), np.float32)}
+    record = device_program.record_of(row, shapes, V5E)
+    assert record["branches"] == 0
+    assert record["temporaries_mib"] < (4 if "4 bits" not in row else 40)
