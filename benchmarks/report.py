@@ -117,7 +117,7 @@ def blocks() -> dict[str, str]:
         "memory": memory_table.our_table(states),
         "peaks": memory_table.peaks_table(peaks["117M"]),
         "early ranks": _early_ranks(),
-        **{f"device program, {name}": _programs(name) for name in ("h100", "v5e", "v6e")},
+        **{f"device program, {name}": _programs(name) for name in ("h100", "v5e")},
         "compile times": compile_times.table(_read("speed/compile_times_cpu.json")["seconds"]),
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),

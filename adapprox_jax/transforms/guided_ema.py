@@ -78,8 +78,9 @@ def guided_ema(
       mu_dtype: Type of the stored average: None for that of the parameters, or a floating-point
         type of 16 bits or more. Or "int8", "int5" or "int4" for codes with a scale for each block
         of 32 (`quantize`), 1.06, 0.69 or 0.56 bytes per parameter. Leaves of fewer than 4096
-        numbers or 32 columns are then kept as with None. Floating-point types are rounded to the
-        nearest: bfloat16 loses changes of less than a 512th a step, as with b1 = 0.999.
+        numbers, or with no axis of 32, are then kept as with None. Floating-point types are
+        rounded to the nearest: bfloat16 loses changes of less than a 512th a step, as with
+        b1 = 0.999.
       rounding: Of codes: "stochastic", so that slow changes are not lost, or "nearest", with half
         the noise, which counts where an orthogonalization follows and makes more of it.
       nesterov: Emit b1 M / (1 - b1^(t+1)) + (1 - b1) u / (1 - b1^t) instead of M, as Optax's Muon
