@@ -216,12 +216,12 @@ def test_bad_types_and_shapes_are_named():
 
 @each_dtype
 def test_blocks_that_a_mesh_does_not_divide(dtype):
-    """Along an axis over four devices three scales, and in 4 bits 50 bytes of codes."""
+    """Of 72 rows over four devices three blocks, which lie across the devices."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     tx = adapprox_jax.guided_ema(mu_dtype=dtype)
     with jax.set_mesh(mesh):
-        kernel = np.ones((64, 100), np.float32)
-        params = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec(None, "data")))
+        kernel = np.ones((72, 64), np.float32)
+        params = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("data", None)))
         state = tx.init(params)
         _, new = jax.jit(tx.update)(params, state)
         assert jax.typeof(new.mu) == jax.typeof(state.mu)

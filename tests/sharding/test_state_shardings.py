@@ -114,11 +114,11 @@ def test_specs_that_do_not_fit_are_named(given):
 
 
 def test_an_axis_that_the_devices_do_not_divide_is_on_all_of_them(mesh):
-    sharding = NamedSharding(mesh, P(None, ("x", "y")))
+    sharding = NamedSharding(mesh, P(("x", "y"), None))
     # 33 blocks of the average's codes.
-    params = {"odd": jax.ShapeDtypeStruct((128, 1056), jnp.float32, sharding=sharding)}
+    params = {"odd": jax.ShapeDtypeStruct((1056, 128), jnp.float32, sharding=sharding)}
     average = specs(state_shardings(adapprox_jax.adapprox(1e-3, mu_dtype="int8"), params)[2])
-    assert average.mu["odd"] == (None, ("x", "y"))
+    assert average.mu["odd"] == (("x", "y"),)
     assert average.scale["odd"] == ()
 
 
