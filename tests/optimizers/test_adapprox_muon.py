@@ -105,7 +105,7 @@ def test_a_long_stack_is_compiled_once(monkeypatch):
         traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
         return str(traced).count("optimization_barrier")
 
-    # On CPUs of the stack in a loop, of its rest and of the others; on GPUs and TPUs of all at once.
+    # On CPUs of the stack in a loop, of its rest and of the others; on GPUs and TPUs of all.
     assert iterations() == 3 + 1 + 1
 
 
