@@ -34,8 +34,8 @@ def in_tiles(function: Callable[..., Any], tiles: int, cut: Any, whole: Any) -> 
       function: Of trees like `cut` and `whole` to a tree of arrays. What has as many rows as a tile
         is put together; what does not depend on how many rows there are is a term of a sum.
       tiles: How many, a divisor of the rows.
-      cut: A tree of arrays with the same number of rows, of which each tile has its own. What is
-        put together takes the memory of one of its own shape and type, if that is read no more.
+      cut: A tree of arrays with the same number of rows, of which each tile has its own. A result
+        of the first one's shape and type takes its memory, if nothing reads it later.
       whole: A tree of arrays that each tile has as they are.
 
     Returns:
