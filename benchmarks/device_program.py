@@ -6,9 +6,7 @@ reads what the program says: for an H100 kernels, library calls, branches and by
 needs and runs it there. Results go to `results/speed/device_program_<model>_<device>.json`.
 """
 
-import dataclasses
 import functools
-import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -16,16 +14,13 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 import tyro
-from flax import nnx
 from tqdm import tqdm
 
 from benchmarks import h100, records, tpu
 from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import parameter_shapes
-from benchmarks.steps import training_step, update_step
-from examples.gpt2.model import CONFIGS, GPT
+from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "speed"
 WORDS = ("stacked", "bfloat16")  # after a contender's name: the layers' parameters; their type
@@ -119,34 +114,6 @@ def record_of(name: str, shapes: Any, device: Device) -> dict[str, Any]:
     }
 
 
-def training_record(
-    tx: optax.GradientTransformation, model: str, batch: int, device: Device
-) -> dict[str, float]:
-    """The memory of a whole training step of GPT-2 as the example has it: MiB.
-
-    Args:
-      tx: The optimizer.
-      model: A key of `examples.gpt2.model.CONFIGS`.
-      batch: Sequences in the step.
-      device: One of `DEVICES`.
-
-    Returns:
-      The state's size; the peak by the simulator of the heap, and what is allocated.
-    """
-    config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
-    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    state = jax.eval_shape(tx.init, params)
-    tokens = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
-    compiled = compiled_for(device, training_step(graph, tx), params, state, tokens)
-    arrays = jax.tree.leaves(state)
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
-    return {
-        "state_mib": size / records.MIB,
-        "heap_peak_mib": compiled.memory_analysis().peak_memory_in_bytes / records.MIB,
-        "allocated_mib": records.planned_memory(compiled)["peak_mib"],
-    }
-
-
 def main(
     device: Literal["h100", "v5e", "v6e"] = "h100",
     model: Literal["tiny", "117M", "345M"] = "117M",
@@ -159,7 +126,7 @@ def main(
       device: What is compiled for. The times of TPUs are v5e's or v6e's.
       model: The model with the parameters.
       rows: Names from `benchmarks/contenders.py`; ", stacked" behind a name stacks the layers, and
-        ", bfloat16" is for parameters and gradients in bfloat16. Rows that the file has stay there.
+        ", bfloat16" is for parameters and gradients in bfloat16.
       output: File for the JSON.
     """
     unknown = [name for name in rows if not _is_row(*name.split(", "))]
@@ -172,8 +139,6 @@ def main(
     shapes = parameter_shapes(model)
     path = output or RESULTS / f"device_program_{model}_{device}.json"
     result = {**records.header(), "device": f"{device}, from its description", "records": {}}
-    if path.exists():
-        result["records"] = records.read(path)["records"]
     for name in tqdm(rows, unit="program"):
         result["records"][name] = record_of(name, shapes, target)
         records.write(path, result)

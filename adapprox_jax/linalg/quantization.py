@@ -1,7 +1,7 @@
 """Arrays in 8, 5 or 4 bits a number, with one scale for each block of 32.
 
-Blocks lie along the rows of a matrix, not along its last axis: accelerators lay that out in lanes,
-and to work on a part of these they would have to move the array.
+A block is 32 rows of one column. Blocks along the last axis would be parts of a TPU's lanes, and an
+array would be moved to work on them.
 """
 
 import functools
@@ -36,10 +36,10 @@ def quantize(
         and again needs that. None: to the nearest code.
 
     Returns:
-      Codes and scales. Both have the array's shape but for the axis of the blocks (`block_axis`).
-      If there are n numbers along it, the n / 32 rounded up are the blocks. There the codes have n
-      int8, 20 uint8 a block or 16 uint8 a block, and the scales, bfloat16, one a block. A number
-      costs 1.06, 0.69 or 0.56 bytes.
+      Codes and scales, with the array's shape but for the axis of the blocks: that of the rows, or
+      the last where no other axis has 32 numbers. Along n numbers there are n / 32 blocks, rounded
+      up. Each has a scale in bfloat16, and 20 (5 bits) or 16 (4 bits) uint8 of codes; in 8 bits
+      there are n codes, int8. A number costs 1.06, 0.69 or 0.56 bytes.
 
     Raises:
       ValueError: bits is none of these, or the array is a scalar.
