@@ -46,6 +46,7 @@ from adapprox_jax.step.matrix import (
     kept_columns,
     new_state,
     project,
+    quotient_of,
     rank_of,
     residuals_and_quotient,
     residuals_of,
@@ -108,7 +109,6 @@ def step_stacks(
     starts = each(start_of, plans, [last.u for last in lasts], sizes)
     images = sweep(image_of, plans, stacks, starts, like_u=1)
     bases: Sequence[jax.Array]
-    quotients: Sequence[jax.Array]
     bases, units = zip(*together(orthonormalize, images, have_sides=True), strict=True)
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(plans, stacks, bases)
@@ -123,12 +123,18 @@ def step_stacks(
     choices = _choose_fixed(found) if rule.is_fixed else _choose_adaptive(found, chooses)
     ranks = [choice.rank for choice in choices]
     kept = each(kept_columns, plans, lasts, _turned(factors, choices), ranks)
-    of_last_pass = _compared(residuals_and_quotient, found, kept)
-    residuals, quotients = zip(*of_last_pass, strict=True)
+    residuals: Sequence[jax.Array]
+    quotients: Sequence[jax.Array] = ()
+    if platform.quotient_with_error:
+        of_last_pass = _compared(residuals_and_quotient, found, kept)
+        residuals, quotients = zip(*of_last_pass, strict=True)
+    else:
+        residuals = _compared(residuals_of, found, kept)
     norms = _norms(kept, units)
     terms = each(error_terms, plans, lasts, scales, sums_of(residuals), norms, units)
     errors = together(_errors, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
+    quotients = quotients or sweep(quotient_of, plans, stacks)
     return list(zip(quotients, states, strict=True))
 
 

@@ -24,6 +24,8 @@ class Platform:
     """Entries of a stack of matrices that a pass works on at once."""
     keeps_targets: bool
     """The target of a matrix stays in memory from pass to pass; else at most the largest one."""
+    quotient_with_error: bool
+    """The quotient is made in the pass that measures the error; else last, to be used soon."""
     most_kept: int
     """Entries of targets on a device up to which the largest stays beside another one."""
     unrolls_rounds: bool
@@ -46,6 +48,7 @@ CPU = Platform(
     largest_slice=2**20,
     keeps_targets=True,
     most_kept=0,
+    quotient_with_error=True,
     unrolls_rounds=False,
     sums_in_blocks=False,
     sums_together=False,
@@ -59,6 +62,7 @@ GPU = Platform(
     largest_whole=None,
     largest_slice=2**25,
     keeps_targets=False,
+    quotient_with_error=False,
     most_kept=40 * 2**20,  # 160 MiB in float32
     unrolls_rounds=True,
     sums_in_blocks=True,
