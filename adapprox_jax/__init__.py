@@ -1,5 +1,6 @@
 """Adapprox for JAX and Optax: Adam with an adaptive low-rank second moment."""
 
+from adapprox_jax.accumulate import accumulate
 from adapprox_jax.linalg.quantization import dequantize, quantize
 from adapprox_jax.linalg.srsi import srsi
 from adapprox_jax.optimizers.adapprox import PAPER, adapprox
@@ -18,6 +19,16 @@ from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matr
 from adapprox_jax.transforms.neuron_moment import ScaleByNeuronMomentState, scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
 from adapprox_jax.transforms.scale_by_adapprox import scale_by_adapprox
+from adapprox_jax.transforms.split_weights import (
+    SplitWeightsState,
+    join_weights,
+    split,
+    split_weights,
+)
+from adapprox_jax.transforms.stochastic_rounding import (
+    StochasticRoundingState,
+    stochastic_rounding,
+)
 from adapprox_jax.transforms.weight_decay import add_cautious_weight_decay
 
 __version__ = "0.2.0"
@@ -31,6 +42,9 @@ __all__ = [
     "RankInfo",
     "ScaleByAdapproxState",
     "ScaleByNeuronMomentState",
+    "SplitWeightsState",
+    "StochasticRoundingState",
+    "accumulate",
     "adapprox",
     "adapprox_muon",
     "add_cautious_weight_decay",
@@ -41,6 +55,7 @@ __all__ = [
     "guided_ema",
     "hidden_matrices",
     "increasing_decay",
+    "join_weights",
     "muon_report",
     "orthogonalize",
     "quantize",
@@ -51,8 +66,11 @@ __all__ = [
     "scale_by_neuron_moment",
     "scale_to_matrix_rms",
     "sigmoid_growth",
+    "split",
+    "split_weights",
     "srsi",
     "state_nbytes",
     "state_shardings",
     "state_specs",
+    "stochastic_rounding",
 ]

@@ -17,13 +17,15 @@ import jax.numpy as jnp
 import tyro
 from tqdm import tqdm
 
+import adapprox_jax
 from benchmarks import h100, records, tpu
 from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import parameter_shapes
 from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "speed"
-WORDS = ("stacked", "bfloat16")  # after a contender's name: the layers' parameters; their type
+# After a contender's name: the layers' parameters; their type; bfloat16 with remainders of 8 bits.
+WORDS = ("stacked", "bfloat16", "split")
 ROWS = (
     *("adamw", "adafactor", "adafactor 4 bits", "came"),
     *("muon", "adapprox_muon", "adapprox_muon rank 8"),
@@ -96,9 +98,10 @@ def record_of(name: str, shapes: Any, device: Device) -> dict[str, Any]:
     """The figures of the update of one row."""
     contender, *words = name.split(", ")
     shapes = stacked(shapes) if "stacked" in words else shapes
-    dtype = jnp.bfloat16 if "bfloat16" in words else jnp.float32
+    dtype = jnp.bfloat16 if {"bfloat16", "split"} & set(words) else jnp.float32
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
     tx = CONTENDERS[contender]()
+    tx = adapprox_jax.split_weights(tx) if "split" in words else tx
     state = jax.eval_shape(tx.init, params)
     update = update_step(tx)
 
@@ -126,7 +129,7 @@ def main(
       device: What is compiled for. The times of TPUs are v5e's or v6e's.
       model: The model with the parameters.
       rows: Names from `benchmarks/contenders.py`; ", stacked" behind a name stacks the layers, and
-        ", bfloat16" is for parameters and gradients in bfloat16.
+        ", bfloat16" is for parameters and gradients in bfloat16, ", split" for `split_weights`.
       output: File for the JSON.
     """
     unknown = [name for name in rows if not _is_row(*name.split(", "))]

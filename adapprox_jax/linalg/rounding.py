@@ -50,6 +50,16 @@ def rounded(
 def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     """Numbers in [0, 1) that look random, others for every count.
 
+    Args:
+      shape: Of the result.
+      count: Integer scalar.
+    """
+    return (random_words(shape, count) >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def random_words(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
+    """uint32 that look random, others for every count.
+
     A hash of position and count and no random generator, which would take longer than the
     rest of the work on an average.
 
@@ -63,4 +73,4 @@ def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
         words = (words + along) * jnp.uint32(0x9E3779B1)
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         words = (words ^ (words >> shift)) * jnp.uint32(factor)
-    return ((words ^ (words >> 16)) >> 8).astype(jnp.float32) * 2.0**-24
+    return words ^ (words >> 16)

@@ -1,0 +1,92 @@
+"""Gradients of micro-batches, added up in three bytes a number."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from adapprox_jax import accumulate
+from tests.params.test_named_arrays import AXES, NamedArray
+
+COUNT = 32
+
+
+def loss(params, batch):
+    hidden = jnp.tanh(batch @ params["in"].astype(jnp.float32))
+    return jnp.mean((hidden @ params["out"].astype(jnp.float32)) ** 2)
+
+
+def inputs(dtype):
+    rng = np.random.default_rng(0)
+    params = {"in": rng.normal(size=(24, 64)), "out": rng.normal(size=(64, 3))}
+    batches = jnp.asarray(rng.normal(size=(COUNT, 8, 24)), jnp.float32)
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), params), batches
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_as_one_large_batch(dtype):
+    params, batches = inputs(dtype)
+    both = jax.value_and_grad(loss)
+    value, gradients = jax.jit(lambda p, x: accumulate(both, p, x))(params, batches)
+    expected, of_whole = both(
+        jax.tree.map(lambda x: x.astype(jnp.float32), params), batches.reshape(-1, 24)
+    )
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for name, gradient in gradients.items():
+        assert gradient.dtype == dtype
+        size = np.max(np.abs(of_whole[name]))
+        # COUNT sums with 16 significant bits; gradients in bfloat16 are rounded, too.
+        bound = COUNT * 2.0**-16 + (2.0**-8 if dtype == jnp.bfloat16 else 0)
+        np.testing.assert_allclose(gradient.astype(jnp.float32), of_whole[name], atol=bound * size)
+
+
+def test_small_gradients_are_not_lost_beside_a_large_one():
+    def function(params, x):
+        return x, {"w": jnp.full(3, x).astype(jnp.bfloat16)}
+
+    batches = jnp.asarray([1.0, *[2.0**-9] * 255], jnp.float32)
+    _, gradients = accumulate(function, {"w": jnp.ones(3, jnp.bfloat16)}, batches)
+    expected = (1 + 255 * 2.0**-9) / 256  # 1.5; in bfloat16 alone the sum stays 1
+    np.testing.assert_allclose(gradients["w"].astype(jnp.float32), expected, rtol=2.0**-8)
+
+
+def test_values_may_be_trees_and_batches_too():
+    def function(params, batch):
+        (value, more), gradients = jax.value_and_grad(
+            lambda p: (jnp.sum(p * batch["x"]), {"count": batch["n"]}), has_aux=True
+        )(params)
+        return (value, more), gradients
+
+    batches = {"x": jnp.arange(6.0).reshape(3, 2), "n": jnp.asarray([1.0, 2.0, 6.0])}
+    (value, more), gradient = accumulate(function, jnp.ones(2), batches)
+    assert (float(value), float(more["count"])) == (5.0, 3.0)
+    np.testing.assert_array_equal(gradient, [2.0, 3.0])
+
+
+def test_boxes():
+    params = {"down": NamedArray(jnp.ones((3, 128, 64)), AXES["down"])}
+    _, gradients = accumulate(
+        lambda p, x: (x, jax.tree.map(lambda p: p * x, p)), params, jnp.ones(4)
+    )
+    assert gradients["down"].axes == AXES["down"]
+    np.testing.assert_array_equal(gradients["down"].array, 1)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        ({"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, "first axes of lengths"),
+        (jnp.ones(()), "first axes of lengths 0"),
+        (jnp.ones((0, 2)), "first axes of lengths 0"),
+        ({}, "first axes of lengths no arrays"),
+    ],
+)
+def test_bad_batches(batches, message):
+    with pytest.raises(ValueError, match=message):
+        accumulate(jax.value_and_grad(loss), inputs(jnp.float32)[0], batches)
+
+
+def test_a_function_that_gives_no_pair():
+    params, batches = inputs(jnp.float32)
+    with pytest.raises(ValueError, match=r"function gave .*; allowed: a pair"):
+        accumulate(jax.grad(loss), params, batches)

@@ -1,0 +1,368 @@
+"""Weights of 16 bits with remainders: as float32, under every wrapper, on meshes, in Flax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import adapprox_jax
+from adapprox_jax import SplitWeightsState, join_weights, split, split_weights
+from tests.params.test_named_arrays import AXES, NamedArray, is_named
+
+SHAPES = {"kernel": (64, 96), "stack": (2, 64, 64), "bias": (96,), "scalar": ()}
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-3, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-3),
+    "schedule-free": lambda: optax.contrib.schedule_free_adamw(1e-3),
+    "adapprox": lambda: adapprox_jax.adapprox(1e-3),
+    "muon, 4 bits": lambda: adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4"),
+}
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in SHAPES.items()
+    }
+
+
+def gradients(steps):
+    return [jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights(t + 1)) for t in range(steps)]
+
+
+def stepping(tx):
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def run(tx, params, state, steps=8):
+    step = stepping(tx)
+    for grads in gradients(steps):
+        grads = jax.tree.map(lambda x, p: jax.device_put(x, p.sharding), grads, params)
+        params, state = step(params, state, grads)
+    return params, state
+
+
+def wide(tx):
+    """An optimizer that is given bfloat16 gradients in float32."""
+    cast = optax.stateless(lambda u, _: jax.tree.map(lambda x: x.astype(jnp.float32), u))
+    return optax.chain(cast, tx)
+
+
+@pytest.mark.parametrize("half", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_32_bits_are_float32_and_24_are_close(name, half):
+    tx, start = wide(OPTIMIZERS[name]()), weights()
+    expected, _ = run(tx, start, tx.init(start))
+    for bits in (24, 32):
+        splitting = split_weights(OPTIMIZERS[name](), bits, half)
+        params, state = split(splitting, start, half)
+        assert all(x.dtype == half for x in jax.tree.leaves(params))
+        joined = join_weights(*run(splitting, params, state))
+        for leaf, x in joined.items():
+            # Eight roundings to 16 significant bits, or one of differences as XLA fuses them.
+            bound = 8 * 2.0**-16 if bits == 24 else 2.0**-22
+            np.testing.assert_allclose(x, expected[leaf], rtol=bound, atol=bound)
+
+
+def changed_by(factor):
+    """An optimizer that multiplies each weight by a factor, given as the gradient."""
+    return optax.GradientTransformation(
+        optax.init_empty_state, lambda u, s, p: (jax.tree.map(lambda u, p: u * p - p, u, p), s)
+    )
+
+
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("bits", [24, 32])
+def test_parts_stand_for_the_weight_that_was_meant_after_any_change(bits, is_fused):
+    rng = np.random.default_rng(0)
+    start = jnp.asarray(rng.normal(size=2**16) * np.exp(rng.uniform(-30, 30, 2**16)), jnp.float32)
+    factors = jnp.asarray(
+        np.exp(rng.uniform(-20, 20, 2**16)) * rng.choice([-1, 1], 2**16), jnp.float32
+    )
+    tx = split_weights(changed_by(factors), bits)
+    params, state = split(tx, start)
+    before = np.asarray(join_weights(params, state), np.float64)
+    if is_fused:
+        params, state = stepping(tx)(params, state, factors)
+    else:
+        updates, state = jax.jit(tx.update)(factors, state, params)
+        params = optax.apply_updates(params, updates)
+    after = np.asarray(join_weights(params, state), np.float64)
+    meant = np.asarray(before.astype(np.float32) * factors, np.float64)
+    # float32 rounds the difference and the sum, which is felt where a weight shrinks by far.
+    of_remainder = 2.0**-16 if bits == 24 else 0
+    bound = 2.0**-22 * (np.abs(before) + np.abs(meant)) + of_remainder * np.abs(meant)
+    assert np.all(np.abs(after - meant) <= bound)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-40, 0.0, -0.0])
+def test_weights_at_the_ends_of_the_range(value):
+    tx = split_weights(optax.sgd(1.0))
+    params, state = split(tx, jnp.array([value, 1.0], jnp.float32))
+    for _ in range(3):
+        params, state = stepping(tx)(params, state, jnp.zeros(2, jnp.bfloat16))
+    joined = join_weights(params, state)
+    # bfloat16's largest number and a remainder are within 1/256 of float32's.
+    np.testing.assert_allclose(joined[0], value, rtol=2.0**-8, atol=2.0**-126)
+    assert joined[1] == 1
+    # A weight that becomes no number stays none, and its neighbour goes on.
+    params, state = stepping(tx)(params, state, jnp.array([np.nan, 0.5], jnp.bfloat16))
+    params, state = stepping(tx)(params, state, jnp.zeros(2, jnp.bfloat16))
+    assert np.isnan(join_weights(params, state)[0])
+    assert params[1] == 0.5
+
+
+def test_slow_changes_are_kept():
+    start = {"w": jnp.full(32, 1.0)}
+    grads = {"w": jnp.ones(32, jnp.bfloat16)}
+    ends = {}
+    for bits in (24, 32):
+        tx = split_weights(optax.sgd(1e-4), bits)
+        params, state = split(tx, start)
+        for _ in range(100):
+            params, state = stepping(tx)(params, state, grads)
+        ends[bits] = float(join_weights(params, state)["w"][0])
+    # With 16 significant bits each of a hundred steps is rounded by up to 2^-17, all alike.
+    assert abs(ends[24] - 0.99) <= 100 * 2.0**-17
+    assert abs(ends[32] - 0.99) <= 100 * 2.0**-24
+
+
+def is_matrix(params):
+    return jax.tree.map(lambda x: x.ndim >= 2, params)
+
+
+def labels(params):
+    return jax.tree.map(lambda x: "a" if x.ndim >= 2 else "b", params)
+
+
+WRAPPED = {
+    "masked": lambda tx: optax.masked(tx, is_matrix),
+    "partition": lambda tx: optax.partition({"a": tx, "b": split_weights(optax.sgd(1e-3))}, labels),
+    "multi steps around": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "injected": lambda tx: optax.inject_hyperparams(
+        lambda rate: split_weights(optax.chain(optax.scale_by_adam(), optax.scale(rate)))
+    )(rate=-1e-3),
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_under_wrappers(name):
+    start = weights()
+    tx = WRAPPED[name](split_weights(optax.adam(1e-3)))
+    params, state = split(tx, start)
+    types = jax.tree.map(jnp.dtype, (params, state))
+    if name == "masked":
+        assert params["bias"].dtype == jnp.float32
+        assert params["kernel"].dtype == jnp.bfloat16
+    params, state = run(tx, params, state, 4)
+    assert jax.tree.map(jnp.dtype, (params, state)) == types
+    moved = jax.tree.map(
+        lambda x, y: float(jnp.max(jnp.abs(x - y))), join_weights(params, state), start
+    )
+    split_leaves = ("kernel", "stack") if name == "masked" else SHAPES
+    assert all(1e-4 < moved[leaf] < 1e-2 for leaf in split_leaves)
+
+
+def test_around_multi_steps():
+    tx = split_weights(optax.MultiSteps(optax.sgd(1e-3), 2).gradient_transformation())
+    params, state = split(tx, weights())
+    first, second = gradients(2)
+    middle, state = stepping(tx)(params, state, first)
+    np.testing.assert_array_equal(middle["kernel"], params["kernel"])
+    params, state = stepping(tx)(middle, state, second)
+    expected = (
+        weights()["kernel"] - 1e-3 * (first["kernel"] + second["kernel"].astype(jnp.float32)) / 2
+    )
+    np.testing.assert_allclose(
+        join_weights(params, state)["kernel"], expected, rtol=2.0**-15, atol=1e-8
+    )
+
+
+def test_reports_maps_and_conversions():
+    start = weights()
+    tx = split_weights(adapprox_jax.adapprox(1e-3))
+    params, state = split(tx, start)
+    assert set(adapprox_jax.rank_report(state, params)) == {"['kernel']", "['stack']"}
+    inside = adapprox_jax.state_nbytes(adapprox_jax.adapprox(1e-3), start)
+    assert adapprox_jax.state_nbytes(tx, params) == inside + sum(x.size for x in params.values())
+    named = optax.tree_map_params(tx, lambda _, name: name, state, {name: name for name in SHAPES})
+    assert named.remainder == {name: name for name in SHAPES}
+    adam_state = optax.adam(1e-3).init(start)
+    _, adam_state = optax.adam(1e-3).update(start, adam_state, start)
+    state = adapprox_jax.from_adam(tx, adam_state, start)
+    np.testing.assert_array_equal(
+        state.remainder["kernel"], split(tx, start)[1].remainder["kernel"]
+    )
+    run(tx, params, state, 1)
+    wider = adapprox_jax.resize(state, 12)
+    assert isinstance(wider, SplitWeightsState)
+
+
+def test_named_axes():
+    arrays = {
+        leaf: NamedArray(jax.random.normal(jax.random.key(0), [axis.size for axis in axes]), axes)
+        for leaf, axes in AXES.items()
+    }
+    tx = split_weights(adapprox_jax.adapprox(1e-2))
+    params, state = jax.jit(lambda x: split(tx, x))(arrays)
+    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
+    updates, state = jax.jit(tx.update)(grads, state, params)
+    for leaf, axes in AXES.items():
+        assert updates[leaf].axes == state.remainder[leaf].axes == params[leaf].axes == axes
+    joined = join_weights(params, state)
+    assert all(x.array.dtype == jnp.float32 for x in jax.tree.leaves(joined, is_leaf=is_named))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_remainders_lie_as_the_weights(kind):
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    specs = {"kernel": P("x", "y"), "stack": P(None, "y", "x"), "bias": P("y"), "scalar": P()}
+    start = weights()
+    tx = split_weights(adapprox_jax.adapprox(1e-3))
+    alone = join_weights(*run(tx, *split(tx, start), 3))
+    with jax.set_mesh(mesh):
+        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in start.items()}
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed)
+        shardings = adapprox_jax.state_shardings(tx, params)
+        assert {n: x.spec for n, x in shardings.remainder.items()} == specs
+        params, state = jax.jit(
+            lambda x: split(tx, x),
+            out_shardings=(jax.tree.map(lambda x: x.sharding, params), shardings),
+        )(placed)
+        together = join_weights(*run(tx, params, state, 3))
+    for name, x in together.items():
+        np.testing.assert_allclose(x, alone[name], rtol=1e-3, atol=1e-4)
+
+
+def test_nnx_and_linen():
+    pytest.importorskip("flax")
+    import flax.linen as nn
+    from flax import nnx
+    from flax.training.train_state import TrainState
+
+    inputs = jnp.ones((4, 8), jnp.bfloat16)
+    model = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, split_weights(optax.sgd(1e-3)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: jnp.mean((m(inputs) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    before = model.kernel[...]
+    step(model, optimizer)
+    assert model.kernel[...].dtype == jnp.bfloat16
+    joined = join_weights(nnx.state(model, nnx.Param), optimizer.opt_state)
+    assert np.any(joined["kernel"][...] != before.astype(jnp.float32))
+
+    init = nn.with_partitioning(nn.initializers.ones, ("x", "y"))
+    linen = nn.Dense(16, kernel_init=init)
+    boxed = linen.init(jax.random.key(0), inputs)["params"]
+    tx = split_weights(adapprox_jax.adapprox(1e-3))
+    params, state = split(tx, boxed)
+    assert state.remainder["kernel"].names == ("x", "y")
+    train = TrainState.create(apply_fn=None, params=params, tx=tx).replace(opt_state=state)
+    train = jax.jit(lambda t: t.apply_gradients(grads=t.params))(train)
+    assert train.params["kernel"].names == ("x", "y")
+    assert join_weights(train.params, train.opt_state)["kernel"].value.dtype == jnp.float32
+
+
+HALF = {"w": jnp.ones(3, jnp.bfloat16)}
+WIDE = {"w": jnp.ones(3)}
+
+
+def updated(tx, params, state=None, grads=None):
+    return tx.update(
+        params if grads is None else grads, tx.init(params) if state is None else state, params
+    )
+
+
+def of_shape(change):
+    return optax.GradientTransformation(
+        optax.init_empty_state, lambda u, s, p=None: (jax.tree.map(change, u), s)
+    )
+
+
+SGD = optax.sgd(1e-3)
+BAD = {
+    "float32 weights": (lambda: updated(split_weights(SGD), WIDE), "float32; expected bfloat16"),
+    "float16 weights": (
+        lambda: updated(split_weights(SGD), {"w": jnp.ones(3, jnp.float16)}),
+        "float16; expected bfloat16 or float32",
+    ),
+    "state that is not split": (
+        lambda: updated(split_weights(SGD), HALF, SGD.init(HALF)),
+        "expected SplitWeightsState",
+    ),
+    "other bits": (
+        lambda: updated(split_weights(SGD, 32), HALF, split_weights(SGD).init(HALF)),
+        "type int8; expected int16",
+    ),
+    "other shapes": (
+        lambda: updated(split_weights(of_shape(lambda x: x[None])), HALF),
+        r"shape \(1, 3\); expected \(3,\)",
+    ),
+    "other parameters": (
+        lambda: updated(split_weights(SGD), HALF, split_weights(SGD).init({"w": HALF["w"][:2]})),
+        r"shape \(3,\); the state's remainder has \(2,\)",
+    ),
+    "other gradients": (
+        lambda: updated(split_weights(SGD), HALF, grads={"v": HALF["w"]}),
+        "got .* in the gradients",
+    ),
+    "bits": (lambda: split_weights(SGD, 16), "bits is 16; allowed: 24, 32"),
+    "type": (lambda: split_weights(SGD, dtype=jnp.float32), "dtype is 'float32'; allowed"),
+    "no transformation": (lambda: split_weights(1e-3), "tx is a float"),
+    "no parameters": (
+        lambda: split_weights(SGD).update(HALF, split_weights(SGD).init(HALF)),
+        "params is None",
+    ),
+    "nothing is split": (lambda: split(SGD, WIDE), "has no remainders"),
+    "joined by another state": (lambda: join_weights(HALF, SGD.init(HALF)), "has no remainders"),
+    "joined with others": (
+        lambda: join_weights({"w": jnp.ones(4)}, split_weights(SGD).init(HALF)),
+        r"shape \(4,\); expected \(3,\)",
+    ),
+    "joined twice": (
+        lambda: join_weights(WIDE, split_weights(SGD).init(HALF)),
+        "float32; expected bfloat16 or float16",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, message = BAD[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_integer_weights():
+    with pytest.raises(TypeError, match=r"\['w'\]: the weight has type int32"):
+        split_weights(SGD).init({"w": jnp.ones(3, jnp.int32)})
+
+
+def test_a_checkpoint_keeps_every_bit(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    tx = split_weights(adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4"))
+    params, state = run(tx, *split(tx, weights()), 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", (params, state))
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "step", (params, state))
+    for a, b in zip(
+        jax.tree.leaves(run(tx, params, state, 2)), jax.tree.leaves(run(tx, *back, 2)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
