@@ -9,6 +9,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
+import adapprox_jax
 from examples.finetune.hugging_face import CONFIG, read_hugging_face
 from examples.finetune.tokens import Tokenizer, byte_tokenizer, read_sentencepiece, read_tokenizer
 from examples.gpt2.command import InputError, one_line
@@ -58,7 +59,8 @@ def _of_a_run(folder: pathlib.Path, dtype: str) -> tuple[GPT, Tokenizer]:
         raise InputError(f"{file}: not the settings of a run of examples.gpt2.train") from None
     tokenizer = byte_tokenizer() if of_bytes else read_sentencepiece(folder / TOKENIZER)
     try:
-        params = _restored(folder / "checkpoints", nnx.to_pure_dict(state))
+        is_split = used.get("weights") == "split"
+        params = _restored(folder / "checkpoints", nnx.to_pure_dict(state), is_split)
     except Exception as error:  # of Orbax or TensorStore, as the damage has it
         reason = one_line(error)
         raise InputError(f"{folder / 'checkpoints'}: cannot be read: {reason}") from None
@@ -66,24 +68,27 @@ def _of_a_run(folder: pathlib.Path, dtype: str) -> tuple[GPT, Tokenizer]:
     return nnx.merge(graphdef, state), tokenizer
 
 
-def _restored(folder: pathlib.Path, like: Any) -> Any:
-    """The parameters of the last checkpoint as NumPy arrays, whatever devices saved them."""
+def _restored(folder: pathlib.Path, like: Any, is_split: bool) -> Any:
+    """The parameters of the last checkpoint in float32, whatever devices saved them."""
     # Orbax keeps the numbers of layers as text.
     keyed = {**like, "blocks": {str(k): block for k, block in like["blocks"].items()}}
     options = ocp.CheckpointManagerOptions(read_only=True)
     handlers = {"state": ocp.PyTreeCheckpointHandler()}
+    wanted = {"params": keyed}
+    if is_split:
+        wanted["opt_state"] = {"remainder": keyed}
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), wanted)
     with ocp.CheckpointManager(
         folder.absolute(), options=options, item_handlers=handlers
     ) as manager:
-        arguments = ocp.args.PyTreeRestore(
-            {"params": keyed},
-            restore_args={
-                "params": jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), keyed)
-            },
-            partial_restore=True,
-        )
+        arguments = ocp.args.PyTreeRestore(wanted, restore_args=as_numpy, partial_restore=True)
         step = manager.latest_step()
-        saved = manager.restore(step, args=ocp.args.Composite(state=arguments)).state["params"]
+        restored = manager.restore(step, args=ocp.args.Composite(state=arguments)).state
+    saved = restored["params"]
+    if is_split:
+        state = adapprox_jax.SplitWeightsState(restored["opt_state"]["remainder"], ())
+        saved = adapprox_jax.join_weights(saved, state)
+    saved = jax.tree.map(lambda x: np.asarray(x, np.float32), saved)
     params = {**saved, "blocks": {int(k): block for k, block in saved["blocks"].items()}}
 
     def checked(path: Any, expected: Any, found: Any) -> Any:

@@ -28,6 +28,9 @@ class Config:
     """How many of the training examples, of SQuAD questions, are learnt from; None for all."""
     optimizer: optimizers.Name = "adapprox"
     """What trains it."""
+    weights: optimizers.Weights = "float32"
+    """How weights are kept: in float32; in bfloat16 with 8 more bits in the optimizer's state; in
+    bfloat16, rounded by chance; or in bfloat16, which loses slow changes."""
 
     epochs: int = 3
     """Times that the examples are seen, but for what is left over from whole batches."""
@@ -53,6 +56,8 @@ class Config:
 
     out: pathlib.Path | None = None
     """Folder of the run; None for one in runs/finetune."""
+    export: Literal["float32", "bfloat16"] = "float32"
+    """Type of the parameters that scored best, in the folder's best/."""
     cache: pathlib.Path = pathlib.Path("runs/data")
     """Folder for data that was fetched."""
     checkpoint_every: int = 1000

@@ -7,6 +7,7 @@ parameters that scored best, and `predictions/` of those. Ctrl-C saves a checkpo
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import pathlib
 import sys
@@ -23,6 +24,7 @@ import tyro
 from flax import nnx
 from tqdm import tqdm
 
+import adapprox_jax
 from examples.finetune.checkpoint import read_checkpoint
 from examples.finetune.config import Config, check, settings
 from examples.finetune.heads import Batch, WithHead
@@ -60,7 +62,10 @@ def finetune(config: Config) -> dict[str, float]:
     # Copies: a step is given its arrays for good.
     params = jax.tree.map(jnp.array, nnx.to_pure_dict(params))
     tx = as_input(lambda: optimizers.build(config.optimizer, config.options, rate))
-    state = TrainState(params, jax.jit(tx.init)(params))
+    tx = optimizers.keeping(config.weights, tx)
+    state = TrainState(
+        *jax.jit(functools.partial(optimizers.first_state, config.weights, tx))(params)
+    )
     print(f"{config.task}, {config.optimizer}: {metrics.describe(state)}")
     predict = _predictor(graphdef, task, config.batch_size // config.accumulate)
     with contextlib.ExitStack() as stack:
@@ -78,12 +83,18 @@ def finetune(config: Config) -> dict[str, float]:
             print(f"going on after step {start} in {out}")
         rows = opened(metrics.Metrics(out, start))
 
+        def exported(state: TrainState) -> Any:
+            whole = config.weights == "split"
+            params = adapprox_jax.join_weights(*state) if whole else state.params
+            return jax.tree.map(lambda x: x.astype(config.export), params)
+
         def validate(step: int, state: TrainState) -> None:
-            scores = task.validation.score(predict(state.params, task.validation))
+            params = exported(state)
+            scores = task.validation.score(predict(params, task.validation))
             rows.write(step, **{f"validation_{name}": x for name, x in scores.items()})
             tqdm.write(f"step {step}: {_in_words(scores)}")
             if best.latest_step() != step:
-                best.save(step, args=ocp.args.StandardSave(state.params), metrics=scores)
+                best.save(step, args=ocp.args.StandardSave(params), metrics=scores)
 
         actions = Actions(
             step=train_step(
@@ -97,7 +108,7 @@ def finetune(config: Config) -> dict[str, float]:
         )
         plan = Plan(steps, per_epoch, min(config.checkpoint_every, per_epoch))
         state = loop(plan, state, start, batches, actions)
-        at, scores, chosen = _restored(best, out, state.params)
+        at, scores, chosen = _restored(best, out, exported(state))
         for split in filter(None, (task.validation, task.test)):
             file = out / "predictions" / split.file
             file.parent.mkdir(exist_ok=True)

@@ -71,6 +71,9 @@ class Config:
     """Size of the model, with the batch, steps and rates that go with it."""
     optimizer: optimizers.Name = "adapprox"
     """What trains it."""
+    weights: optimizers.Weights = "float32"
+    """How weights are kept: in float32; in bfloat16 with 8 more bits in the optimizer's state; in
+    bfloat16, rounded by chance; or in bfloat16, which loses slow changes."""
     data: pathlib.Path | None = None
     """A UTF-8 text file or a folder of them; None for the standard library's source."""
     tokenizer: text.Tokenizer = "sentencepiece"
@@ -91,7 +94,7 @@ class Config:
     seed: int = 0
     """Fixes the parameters at the start and the order of the data."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the layers compute in; parameters, logits and losses are float32 in any case."""
+    """What the layers compute in; logits and losses are float32 in any case."""
 
     layers: int | None = None
     """Number of blocks."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from tqdm import tqdm
 
+import adapprox_jax
 from examples.gpt2.command import Terminated
 from examples.gpt2.processes import is_first, largest
 
@@ -34,7 +35,7 @@ def train_step(
     """Returns the jitted step, from a state and a batch to a new state and the loss.
 
     Accumulation is a scan over parts of the batch inside the step, not `optax.MultiSteps`: no
-    gradient is kept between steps, checkpoints do not grow, and the optimizer runs once a batch.
+    gradient is kept between steps.
 
     Args:
       loss: A mean over a batch, of parameters and an array or a tree with the batch's axis first.
@@ -44,10 +45,6 @@ def train_step(
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-        def add(total: Any, part: Any) -> tuple[Any, None]:
-            found = jax.value_and_grad(loss)(state.params, part)
-            return jax.tree.map(jnp.add, total, found), None
-
         if accumulate == 1:
             value, grads = jax.value_and_grad(loss)(state.params, batch)
         else:
@@ -55,9 +52,8 @@ def train_step(
             parts = jax.tree.map(
                 lambda x: jnp.moveaxis(x.reshape(-1, accumulate, *x.shape[1:]), 1, 0), batch
             )
-            zero = (jnp.zeros([]), jax.tree.map(jnp.zeros_like, state.params))
-            total, _ = jax.lax.scan(add, zero, parts)
-            value, grads = jax.tree.map(lambda x: x / accumulate, total)
+            both = jax.value_and_grad(loss)
+            value, grads = adapprox_jax.accumulate(both, state.params, parts)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         return TrainState(optax.apply_updates(state.params, updates), opt_state), value
 

@@ -1,8 +1,7 @@
 """GPT-2 in Flax NNX: pre-norm, learned positions, tied embeddings.
 
 Shapes are in the names: B batch, L sequence length, D width, H heads, K size of a head,
-V vocabulary. Parameters, logits and losses are float32; `GPTConfig.dtype` is what the layers
-between them compute in.
+V vocabulary. Logits and losses are float32; `GPTConfig.dtype` is what the layers before compute in.
 """
 
 import dataclasses

@@ -12,6 +12,7 @@ import adapprox_jax
 from examples.gpt2.command import InputError
 
 Name = Literal["adapprox", "adapprox-paper", "adapprox-muon", "adamw", "adafactor", "muon"]
+Weights = Literal["float32", "split", "bfloat16-stochastic", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,24 @@ def build(
     if options.clip_norm is None:
         return tx
     return optax.chain(optax.clip_by_global_norm(options.clip_norm), tx)
+
+
+def keeping(weights: Weights, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimizer for weights that are kept in some way."""
+    if weights == "split":
+        return adapprox_jax.split_weights(tx)
+    return adapprox_jax.stochastic_rounding(tx) if weights == "bfloat16-stochastic" else tx
+
+
+def first_state(
+    weights: Weights, tx: optax.GradientTransformation, params: Any
+) -> tuple[Any, optax.OptState]:
+    """The weights as they are kept, and the optimizer's state, from float32 parameters."""
+    if weights == "split":
+        return adapprox_jax.split(tx, params)
+    if weights != "float32":
+        params = jax.tree.map(lambda x: x.astype("bfloat16"), params)
+    return params, tx.init(params)
 
 
 def schedule(peak: float, minimum: float, warmup: int, steps: int) -> optax.Schedule:

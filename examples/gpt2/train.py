@@ -82,7 +82,7 @@ def train(
         config.learning_rate, config.min_learning_rate, config.warmup, config.steps
     )
     make = optimizer or functools.partial(optimizers.build, config.optimizer, config.options)
-    tx = as_input(lambda: make(rate))
+    tx = as_input(lambda: optimizers.keeping(config.weights, make(rate)))
     with contextlib.ExitStack() as stack:
         if not keep:
             stack.push(lambda kind, *_: _discard_at_its_end(config, kind))
@@ -149,8 +149,12 @@ def _first_state(
 
     graphdef, _ = nnx.eval_shape(make)
     params = mesh.make_params(lambda: nnx.to_pure_dict(make()[1]), devices)
-    shardings = None if devices is None else adapprox_jax.state_shardings(tx, params)
-    return graphdef, TrainState(params, jax.jit(tx.init, out_shardings=shardings)(params))
+    shardings = None
+    if devices is not None:
+        of_params = jax.tree.map(lambda x: x.sharding, params)
+        shardings = of_params, adapprox_jax.state_shardings(tx, params)
+    begin = functools.partial(optimizers.first_state, config.weights, tx)
+    return graphdef, TrainState(*jax.jit(begin, out_shardings=shardings)(params))
 
 
 def _validation(config: Config, text: data.Data) -> np.ndarray:

@@ -5,7 +5,9 @@ import pathlib
 import shutil
 import signal
 
+import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tokenizers
 from flax import nnx
@@ -177,6 +179,34 @@ def test_the_model_of_a_run_is_the_one_that_was_trained(work):
     tokens = np.array([tokenizer.encode_all([text.decode(errors="ignore")])[0].tokens[:65]])
     fresh = GPT(model.config, rngs=nnx.Rngs(0))
     assert loss(model, tokens) < loss(fresh, tokens) - 1
+
+
+@pytest.fixture(scope="module")
+def of_split_weights(work):
+    shape = [part for name, value in MODEL.items() for part in (f"--{name}", value)]
+    options = [*shape, "--steps", 3, "--warmup", 1, "--batch-size", 8, "--weights", "split"]
+    options += ["--data", work / "text.txt", "--out", work / "split", "--cache", work / "cache"]
+    assert pretraining.main(list(map(str, options))) == 0
+    return work / "split"
+
+
+def test_split_weights_are_read_whole(of_split_weights):
+    model, _ = read_checkpoint(of_split_weights)
+    kernel = model.tokens.embedding[...]
+    assert kernel.dtype == np.float32
+    assert np.any(kernel != kernel.astype("bfloat16").astype(np.float32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("export", ["float32", "bfloat16"])
+def test_split_weights_are_exported_as_asked(work, export):
+    name = f"exported-{export}"
+    extra = ["--weights", "split", "--export", export, "--epochs", 1, "--examples", 16]
+    assert train.main(arguments(work, "sst2", name, *extra)) == 0
+    [folder] = (work / name / "best").glob("[0-9]*")
+    with ocp.StandardCheckpointer() as checkpointer:
+        saved = checkpointer.restore((folder / "default").absolute())
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(saved)} == {export}
 
 
 def test_damaged_folders_of_runs(work, tmp_path):

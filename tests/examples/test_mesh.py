@@ -263,6 +263,17 @@ def test_other_optimizers(work, optimizer):
 
 
 @pytest.mark.slow
+def test_split_weights_go_on_from_eight_devices_on_one(work):
+    options = ["--weights", "split", "--optimizer", "adamw"]
+    assert train.main(small(work, "split", *options)) == 0
+    assert train.main(small(work, "split-moved", *options, *ALL_AXES)) == 0
+    shutil.rmtree(work / "split-moved" / "checkpoints" / "6")
+    assert train.main(small(work, "split-moved", *options, "--resume")) == 0
+    # A weight at the middle of two bfloat16 may be rounded either way.
+    np.testing.assert_allclose(losses(work / "split"), losses(work / "split-moved"), atol=1e-3)
+
+
+@pytest.mark.slow
 def test_parts_of_batches_and_buffers_that_grow(work):
     options = ["--accumulate", 2, "--elastic", "--steps", 21, "--initial-rank", 1]
     options += ["--max-rank", 12, "--error-threshold", 1e-9]

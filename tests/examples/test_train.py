@@ -46,6 +46,8 @@ OPTIONS = {
     "adamw": ["--optimizer", "adamw"],
     "adapprox": ["--optimizer", "adapprox"],
     "elastic": ELASTIC,
+    "split": ["--optimizer", "adapprox-muon", "--weights", "split", "--accumulate", 2],
+    "stochastic": ["--optimizer", "adamw", "--weights", "bfloat16-stochastic"],
 }
 
 
@@ -96,6 +98,8 @@ def test_a_run_leaves_what_people_expect(trained):
         pytest.param("adamw", 6, marks=pytest.mark.slow),  # after Ctrl-C it does, as tested below
         pytest.param("adapprox", 6, marks=pytest.mark.slow),
         ("elastic", 24),
+        ("split", 6),
+        pytest.param("stochastic", 6, marks=pytest.mark.slow),
     ],
 )
 def test_resume_gives_the_same_bits(run_of, work, name, steps):
@@ -106,6 +110,16 @@ def test_resume_gives_the_same_bits(run_of, work, name, steps):
     assert_equal_bits(saved(shorter, steps), saved(run_of(name), steps))
     losses = [row["step"] for row in rows_of(shorter) if "loss" in row]
     assert losses == list(range(1, steps + 1))
+
+
+@pytest.mark.parametrize("name", ["split", "stochastic"])
+def test_weights_of_16_bits_learn_and_are_saved_as_such(run_of, name):
+    state = saved(run_of(name))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state["params"])} == {"bfloat16"}
+    remainders = jax.tree.leaves(state["opt_state"].get("remainder"))
+    assert {leaf.dtype.name for leaf in remainders} == ({"int8"} if name == "split" else set())
+    losses = [row["loss"] for row in rows_of(run_of(name)) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.01
 
 
 def test_elastic_buffers_follow_the_ranks(run_of):
