@@ -2,6 +2,7 @@
 
     python -m benchmarks.loss_study adapprox "AdamW b2 0.999, clipped" --seeds 3
     python -m benchmarks.loss_study adapprox --seeds 3 --rates 2.4e-3
+    python -m benchmarks.loss_study adapprox "adapprox, split" --seeds 3
 
 Peak rates are tried by factors of the square root of 2 around a contender's first one, until the
 best has a worse one on either side. Every rate runs with every seed. A seed draws the same
@@ -18,7 +19,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import jax
 import optax
@@ -29,6 +30,7 @@ from benchmarks import contenders, loss_tables
 from benchmarks.opponents.adam_8_bits import scale_by_adam_8_bits
 from benchmarks.opponents.came import came
 from examples.gpt2.config import Config
+from examples.gpt2.optimizers import Weights
 from examples.gpt2.train import DivergedError, train
 
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
@@ -133,6 +135,12 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
+def _parts_of(name: str) -> tuple[str, Weights]:
+    """A contender, and how its weights are kept, which may follow it: "Muon, split"."""
+    contender, _, last = name.rpartition(", ")
+    return (contender, last) if last in get_args(Weights) else (name, "float32")
+
+
 def tune(loss: Callable[[float], float], first: float) -> float:
     """Looks for the best peak rate by factors of the square root of 2.
 
@@ -186,6 +194,7 @@ class Study:
             self.config,
             learning_rate=rate,
             seed=seed,
+            weights=_parts_of(name)[1],
             out=out,
             resume=any((out / "checkpoints").glob("[0-9]*")),
         )
@@ -203,7 +212,7 @@ def _trained(config: Config, name: str) -> dict[str, Any]:
     """The record of one run; its loss is None where it diverged."""
     versions = {"python": platform.python_version(), "jax": jax.__version__, "code": _revision()}
     try:
-        result = train(config, optimizer=CONTENDERS[name].make, keep=False)
+        result = train(config, optimizer=CONTENDERS[_parts_of(name)[0]].make, keep=False)
     except DivergedError as error:
         print(f"diverged: {error}")
         used = {"learning_rate": config.learning_rate, "seed": config.seed}
@@ -237,14 +246,15 @@ def main(
     """Trains what is missing, prints a table, and draws loss against bytes of state.
 
     Args:
-      names: Contenders, of the table in this file.
+      names: Contenders, of the table in this file; ", split" and the like after one are for
+        weights that are kept as `examples.gpt2.train --weights` has them.
       setting: The model and the text.
       seeds: How many, from 0.
       rates: Peak rates to try instead of a search.
       baseline: The contender that others are compared with; none for the first one.
       folder: For the runs, the records and the picture.
     """
-    unknown = [name for name in names if name not in CONTENDERS]
+    unknown = [name for name in names if _parts_of(name)[0] not in CONTENDERS]
     if unknown or not names:
         raise SystemExit(f"contenders are {list(names)}; allowed: {'; '.join(CONTENDERS)}.")
     baseline = baseline or names[0]
@@ -263,7 +273,7 @@ def main(
                 for rate in rates:
                     mean(name, rate)
             else:
-                tune(lambda rate, name=name: mean(name, rate), CONTENDERS[name].rate)
+                tune(lambda rate, name=name: mean(name, rate), CONTENDERS[_parts_of(name)[0]].rate)
     except KeyboardInterrupt as interruption:
         raise SystemExit(f"{interruption or 'interrupted'}: the same command goes on") from None
     except ValueError as error:
