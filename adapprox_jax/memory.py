@@ -22,6 +22,7 @@ from adapprox_jax.params.hidden_matrices import hidden_matrices
 from adapprox_jax.params.model_shapes import KNOWN_MODELS, Shapes, shapes_of
 from adapprox_jax.sharding.state_shardings import state_shardings
 from adapprox_jax.state.report import state_nbytes
+from adapprox_jax.transforms.split_weights import split_weights
 
 DEVICES = (16, 24, 80, 95)  # GB of their memory, of 10^9 bytes each
 NOTE = f"""\
@@ -36,6 +37,7 @@ first axis divides each parameter along its longest side that it divides, the ne
 next. State per parameter is that of all devices."""
 _RATE = 1e-3
 _TYPES = ("float32", "bfloat16")
+_SPLIT = "split"  # bfloat16 with remainders in the state
 _UNITS = {"GB": 10**9, "MB": 10**6}
 
 
@@ -77,7 +79,7 @@ def training_memory(
 
     Args:
       shapes: The shape of each parameter, by its path.
-      weights: Type of the parameters.
+      weights: Type of the parameters; "split" for those of `split_weights`.
       gradients: Type of the gradients; None for that of the parameters.
       mesh: Axes and their numbers of devices; None for one device. The first axis divides each
         parameter along the longest side that it divides evenly, the next one along the longest of
@@ -109,12 +111,15 @@ def training_memory(
         sharding = None if on is None else NamedSharding(on, PartitionSpec(*specs[path]))
         return jax.ShapeDtypeStruct(shapes[path], dtype, sharding=sharding)
 
-    params = {path: abstract(path, weights) for path in shapes}
-    grads = {path: abstract(path, gradients or weights) for path in shapes}
-    return {
-        name: Memory(_nbytes(params), _nbytes(grads), _state_nbytes(make(), params, bool(sizes)))
-        for name, make in OPTIMIZERS.items()
-    }
+    dtype = "bfloat16" if weights == _SPLIT else weights
+    params = {path: abstract(path, dtype) for path in shapes}
+    grads = {path: abstract(path, gradients or dtype) for path in shapes}
+    found = {}
+    for name, make in OPTIMIZERS.items():
+        tx = split_weights(make()) if weights == _SPLIT else make()
+        state = _state_nbytes(tx, params, bool(sizes))
+        found[name] = Memory(_nbytes(params), _nbytes(grads), state)
+    return found
 
 
 def _spec(shape: tuple[int, ...], sizes: dict[str, int]) -> list[str | None]:
@@ -227,7 +232,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model", help=f"{', '.join(KNOWN_MODELS)} (of Gemma its text decoder), or {paths}"
     )
     parser.add_argument(
-        "--weights", choices=_TYPES, default="float32", help="type of the weights (float32)"
+        "--weights",
+        choices=(*_TYPES, _SPLIT),
+        default="float32",
+        help="type of the weights (float32); split: bfloat16, and 8 bits more in the state",
     )
     parser.add_argument(
         "--gradients", choices=_TYPES, help="type of the gradients (that of the weights)"
@@ -236,12 +244,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", metavar="FILE.png", help="draw a bar for each optimizer")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(arguments)
-    gradients, devices = options.gradients or options.weights, math.prod(options.mesh.values())
+    of_weights = "bfloat16" if options.weights == _SPLIT else options.weights
+    gradients, devices = options.gradients or of_weights, math.prod(options.mesh.values())
     try:
         shapes = shapes_of(options.model)
         memories = training_memory(shapes, options.weights, gradients, options.mesh)
         count = sum(map(math.prod, shapes.values()))
-        title = f"{options.model}: {count:,} parameters, weights in {options.weights},"
+        words = "split weights" if options.weights == _SPLIT else f"weights in {of_weights}"
+        title = f"{options.model}: {count:,} parameters, {words},"
         title += f" gradients in {gradients}" + f", on each of {devices} devices" * (devices > 1)
         records = {name: _record(one, count, devices) for name, one in memories.items()}
         if options.plot:

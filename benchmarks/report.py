@@ -12,6 +12,7 @@ import re
 import statistics
 import sys
 from collections.abc import Iterator
+from typing import get_args
 
 import tyro
 
@@ -25,8 +26,10 @@ from benchmarks import (
     scale,
     singular_values,
     srsi,
+    training_memory,
     update_speed,
 )
+from examples.gpt2.optimizers import Weights
 
 ROOT = records.RESULTS.parent
 PICTURES = records.RESULTS / "loss"
@@ -95,6 +98,7 @@ CHANGES = {
     ),
 }
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
+WEIGHTS = ("AdamW b2 0.999, clipped", "adapprox_muon 4 bits")
 LONGER = (
     *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
     *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
@@ -122,7 +126,13 @@ def blocks() -> dict[str, str]:
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
         "fine-tuning": _fine_tuning(),
+        "split programs": _split_programs(),
     }
+    for contender in WEIGHTS:
+        found[f"weights, {contender.split()[0]}"] = _weights(contender)
+    for name in ("160M", "8B"):
+        record = _read(f"memory/training_{name}_h100.json")["records"]
+        found[f"training memory {name} h100"] = training_memory.table(record)
     for name in ("117M", "muon_117M"):
         record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
         found[f"speed {name}"] = update_speed.table(record)
@@ -135,6 +145,28 @@ def _programs(device: str) -> str:
     """The table of the programs for a device."""
     record = _read(f"speed/device_program_117M_{device}.json")
     return device_program.table(record["records"], device)
+
+
+def _split_programs() -> str:
+    """Times of updates of split weights, over those of float32 weights."""
+    ratios: dict[str, dict[str, str]] = {}
+    for device in ("h100", "v5e"):
+        whole = _read(f"speed/device_program_117M_{device}.json")["records"]
+        for name, row in _read(f"speed/split_weights_117M_{device}.json")["records"].items():
+            contender, *words = name.split(", ")
+            if "split" in words:
+                words.remove("split")
+                base = whole[", ".join([contender, *words])]
+                ratios.setdefault(contender, {})[device] = f"{row['ms'] / base['ms']:.2f}"
+    rows = [[name, of.get("h100", ""), of.get("v5e", "")] for name, of in ratios.items()]
+    return records.table(["", "H100", "TPU v5e"], rows)
+
+
+def _weights(contender: str) -> str:
+    """Losses of one optimizer by how weights are kept, with differences paired by seed."""
+    results = loss_tables.summarize(loss_tables.read(records.RESULTS / "loss" / "weights.jsonl"))
+    names = [contender, *(f"{contender}, {kind}" for kind in get_args(Weights)[1:])]
+    return loss_tables.comparison(results, names, contender, ("code",), with_rates=False)
 
 
 def _read(name: str) -> dict:
@@ -274,7 +306,9 @@ def main(check: bool = False) -> None:
 
 
 def _draw() -> None:
-    """Draws loss against bytes, and differences in pairs and of single changes."""
+    """Draws loss against bytes, differences in pairs and of single changes, and memory."""
+    of_h100 = records.RESULTS / "memory" / "training_160M_h100"
+    training_memory.draw(_read(f"{of_h100}.json")["records"], of_h100.with_suffix(".png"))
     rows = loss_tables.read(loss_tables.STUDY)
     results = loss_tables.summarize(rows)
     offsets = {name: place for name, (_, place) in SHOWN.items()}

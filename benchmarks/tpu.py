@@ -33,15 +33,16 @@ def mesh_of_tpus(kind: str, shape: tuple[int, ...], names: tuple[str, ...]) -> j
     """A mesh of TPUs that need not be there.
 
     Args:
-      kind: "v5e" or "v6e".
+      kind: "v5e", "v6e" or "v5p".
       shape: Devices along each axis.
       names: Names of the axes.
     """
     devices = math.prod(shape)
     alone: dict[str, Any] = {"chips_per_host_bounds": [1, 1, 1], "num_slices": 1}
+    flat = f"{kind}:{_TOPOLOGY[devices]}"
     described = topologies.get_topology_desc(
         platform="tpu",
-        topology_name=f"{kind}:{_TOPOLOGY[devices]}",
+        topology_name=f"{flat}x1" if kind == "v5p" else flat,  # whose chips have three neighbours
         **(alone if devices == 1 else {}),
     )
     return topologies.make_mesh(described, shape, names)

@@ -202,6 +202,16 @@ def test_the_table_says_what_fits(capsys):
     assert "Activations are not counted" in rows[len(OPTIMIZERS) + 1]
 
 
+def test_split_weights_have_a_byte_more_in_the_state(tmp_path, capsys):
+    small = tmp_path / "small.json"
+    small.write_text('{"kernel": [64, 128]}')
+    found, whole = (printed(capsys, str(small), *extra) for extra in (("--weights", "split"), ()))
+    for name, of_whole in whole["optimizers"].items():
+        row, count = found["optimizers"][name], found["parameters"]
+        assert row["weights"] == row["gradients"] == 2 * count
+        assert row["state"] == of_whole["state"] + count
+
+
 def test_a_device_is_full_at_its_size(capsys, tmp_path):
     (tmp_path / "shapes.json").write_text(json.dumps({"w": [10**9]}))  # 16 GB and a count
     fits = printed(capsys, str(tmp_path / "shapes.json"))["optimizers"]["AdamW"]["fits"]

@@ -153,3 +153,18 @@ def test_on_a_tpu_no_target_lies_in_memory(row):
     record = device_program.record_of(row, shapes, V5E)
     assert record["branches"] == 0
     assert record["temporaries_mib"] < (4 if "4 bits" not in row else 40)
+
+
+@needs_tpu_compiler
+@needs_gpu_compiler
+@pytest.mark.parametrize("device", [H100, V5E])
+def test_split_weights_take_no_pass_of_their_own(device):
+    """Parts are joined and cut where the optimizer reads and writes."""
+    shapes = {"embedding": jax.ShapeDtypeStruct((4096, 1024), np.float32)}
+    whole, split = (
+        device_program.record_of(row, shapes, device) for row in ("adamw", "adamw, split")
+    )
+    kind = "kernels" if device is H100 else "fusions"
+    assert split[kind] <= whole[kind]
+    assert split["ms"] <= whole["ms"]
+    assert split["temporaries_mib"] < 1

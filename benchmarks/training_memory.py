@@ -1,0 +1,234 @@
+"""What a whole training step needs in memory: `python -m benchmarks.training_memory`.
+
+Compiles loss, gradients and update of a Llama-shaped model for one device, with stacked layers
+whose activations are computed again, and reads what the compiler plans. The device need not be
+there: `make device-program` sets up the compilers. Results go to
+`results/memory/training_<model>_<device>.json`.
+"""
+
+import functools
+import pathlib
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+from jax.sharding import NamedSharding, PartitionSpec
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+import adapprox_jax
+from benchmarks import records
+from benchmarks.contenders import CONTENDERS
+from benchmarks.h100 import mesh_of_h100s
+from benchmarks.scale import LLAMAS, Llama, parameters
+from benchmarks.steps import update_step
+from benchmarks.tpu import mesh_of_tpus
+
+RESULTS = records.RESULTS / "memory"
+_HEAD = 128  # numbers of a head
+
+
+class Row(NamedTuple):
+    """An optimizer, and the types of weights and of what the layers compute in."""
+
+    make: Callable[[], optax.GradientTransformation]
+    weights: jax.typing.DTypeLike
+    compute: jax.typing.DTypeLike
+
+
+def _split(name: str) -> Row:
+    def make() -> optax.GradientTransformation:
+        return adapprox_jax.split_weights(CONTENDERS[name]())
+
+    return Row(make, jnp.bfloat16, jnp.bfloat16)
+
+
+ROWS = {
+    "AdamW, float32": Row(CONTENDERS["adamw"], jnp.float32, jnp.float32),
+    "AdamW, float32 weights, layers in bfloat16": Row(
+        CONTENDERS["adamw"], jnp.float32, jnp.bfloat16
+    ),
+    "AdamW, split weights": _split("adamw"),
+    "adapprox 4 bits, split weights": _split("adapprox 4 bits"),
+    "adapprox_muon 4 bits, split weights": _split("adapprox_muon 4 bits"),
+}
+
+
+def loss(
+    params: dict[str, jax.Array], tokens: jax.Array, compute: jax.typing.DTypeLike
+) -> jax.Array:
+    """The mean loss of a model on a batch.
+
+    Args:
+      params: Of `scale.parameters`, in any type.
+      tokens: (batch, length + 1).
+      compute: What the layers compute in.
+    """
+    of_layers = {name: x for name, x in params.items() if name not in ("tokens", "head", "norm")}
+    x = params["tokens"][tokens[:, :-1]].astype(compute)
+
+    @jax.checkpoint
+    def layer(x: jax.Array, weights: dict[str, jax.Array]) -> tuple[jax.Array, None]:
+        w = {name: weight.astype(compute) for name, weight in weights.items()}
+        h = _normalized(x, w["norm_1"])
+        q, k, v = (_heads(h @ w[name]) for name in ("q", "k", "v"))
+        attended = jax.nn.dot_product_attention(_rotated(q), _rotated(k), v, is_causal=True)
+        x = x + attended.reshape(*x.shape[:2], -1) @ w["o"]
+        h = _normalized(x, w["norm_2"])
+        return x + (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"], None
+
+    x, _ = jax.lax.scan(layer, x, of_layers)
+    x = _normalized(x, params["norm"].astype(compute))
+    head = params["head"].astype(compute)
+    logits = jnp.einsum("bld,dv->blv", x, head, preferred_element_type=jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def _normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
+    mean_square = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(mean_square + 1e-5).astype(x.dtype) * scale
+
+
+def _heads(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:2], -1, _HEAD)
+
+
+def _rotated(x: jax.Array) -> jax.Array:
+    """Rotary positions: the halves of a head turned by angles that grow with the position."""
+    frequency = 5e5 ** (-jnp.arange(_HEAD // 2) / (_HEAD // 2))
+    angle = (jnp.arange(x.shape[1])[:, None] * frequency)[None, :, None]
+    cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def record_of(row: Row, sizes: Llama, batch: tuple[int, int], mesh: Any) -> dict[str, float]:
+    """MiB of a training step on one device, and bytes per parameter without activations.
+
+    Args:
+      row: The optimizer.
+      sizes: Of the model.
+      batch: Sequences, and tokens in each.
+      mesh: Of one device, with the axes "fsdp" and "tensor".
+    """
+    here = NamedSharding(mesh, PartitionSpec())
+
+    def placed(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
+
+    tx = row.make()
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, row.weights), parameters(sizes, mesh)
+    )
+    state = placed(jax.eval_shape(tx.init, params))
+    params = placed(params)
+    tokens = placed(jax.ShapeDtypeStruct((batch[0], batch[1] + 1), jnp.int32))
+    gradient = jax.grad(functools.partial(loss, compute=row.compute))
+    update = update_step(tx)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> Any:
+        return update(gradient(params, tokens), params, state)
+
+    whole = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens).compile()
+    alone = jax.jit(gradient).lower(params, tokens).compile()
+    planned = records.planned_memory(whole)
+    activations = records.planned_memory(alone)["temporaries_mib"]
+    count = sum(x.size for x in jax.tree.leaves(params))
+    return {
+        "weights_mib": _mib(params),
+        "state_mib": _mib(state),
+        **planned,
+        "activations_mib": activations,
+        "bytes_a_parameter": (planned["peak_mib"] - activations) * records.MIB / count,
+    }
+
+
+def _mib(tree: Any) -> float:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / records.MIB
+
+
+def _mesh_of(device: str) -> Any:
+    if device == "h100":
+        return mesh_of_h100s((1, 1), ("fsdp", "tensor"))
+    if device == "cpu":
+        return jax.make_mesh((1, 1), ("fsdp", "tensor"))
+    return mesh_of_tpus(device, (1, 1), ("fsdp", "tensor"))
+
+
+def main(
+    device: Literal["cpu", "h100", "v5e", "v5p"] = "cpu",
+    model: Literal["tiny", "160M", "8B"] = "160M",
+    batch: int = 8,
+    length: int = 1024,
+    rows: tuple[str, ...] = tuple(ROWS),
+    output: pathlib.Path | None = None,
+) -> dict[str, Any]:
+    """Compiles the steps, prints a table and writes JSON.
+
+    Args:
+      device: What is compiled for.
+      model: Of `scale.LLAMAS`.
+      batch: Sequences in a step.
+      length: Tokens of a sequence.
+      rows: Names of `ROWS`.
+      output: File for the JSON.
+    """
+    unknown = [name for name in rows if name not in ROWS]
+    if unknown:
+        raise SystemExit(f"rows has {unknown}; allowed: {'; '.join(ROWS)}.")
+    path = output or RESULTS / f"training_{model}_{device}.json"
+    result: dict[str, Any] = {**records.header(), "batch": [batch, length], "records": {}}
+    for name in tqdm(rows, unit="program"):
+        try:
+            record = record_of(ROWS[name], LLAMAS[model], (batch, length), _mesh_of(device))
+        except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
+            record = {"refused": str(error).splitlines()[0][:200]}
+        result["records"][name] = record
+        records.write(path, result)
+    print(table(result["records"]))
+    print(f"written: {path}")
+    return result
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """A row for each training step, in GiB."""
+    columns = ("weights", "state", "activations", "peak")
+    cells = [
+        [name, *["", "", "", "does not fit", ""]]
+        if "refused" in r
+        else [
+            name,
+            *(f"{r[f'{column}_mib'] / 1024:.2f}" for column in columns),
+            f"{r['bytes_a_parameter']:.2f}",
+        ]
+        for name, r in rows.items()
+    ]
+    titles = [f"{column}, GiB" for column in columns]
+    return records.table(["", *titles, "bytes per parameter, without activations"], cells)
+
+
+def draw(rows: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
+    """Bars of what each training step plans: weights, state, and all else."""
+    names = list(rows)
+    weights, state, peak = (
+        [row[f"{part}_mib"] / 1024 for row in rows.values()]
+        for part in ("weights", "state", "peak")
+    )
+    held = [one + other for one, other in zip(weights, state, strict=True)]
+    rest = [one - other for one, other in zip(peak, held, strict=True)]
+    figure = Figure(figsize=(8, 2.6), layout="constrained")
+    axes = figure.subplots()
+    axes.barh(names, weights, label="weights")
+    axes.barh(names, state, left=weights, label="state, with remainders")
+    axes.barh(names, rest, left=held, color="0.8", label="gradients, activations, update")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB at the peak")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)
