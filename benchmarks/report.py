@@ -11,7 +11,7 @@ import pathlib
 import re
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 import tyro
@@ -128,8 +128,10 @@ def blocks() -> dict[str, str]:
         "fine-tuning": _fine_tuning(),
         "split programs": _split_programs(),
     }
-    for contender in WEIGHTS:
-        found[f"weights, {contender.split()[0]}"] = _weights(contender)
+    kinds = get_args(Weights)[1:]
+    found["weights"] = _against("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
+    blocks = dict.fromkeys(("adapprox 4 bits", "adapprox_muon 4 bits"), ["blocks along the last axis"])
+    found["blocks"] = _against("blocks.jsonl", blocks)
     for name in ("160M", "8B"):
         record = _read(f"memory/training_{name}_h100.json")["records"]
         found[f"training memory {name} h100"] = training_memory.table(record)
@@ -162,11 +164,17 @@ def _split_programs() -> str:
     return records.table(["", "H100", "TPU v5e"], rows)
 
 
-def _weights(contender: str) -> str:
-    """Losses of one optimizer by how weights are kept, with differences paired by seed."""
-    results = loss_tables.summarize(loss_tables.read(records.RESULTS / "loss" / "weights.jsonl"))
-    names = [contender, *(f"{contender}, {kind}" for kind in get_args(Weights)[1:])]
-    return loss_tables.comparison(results, names, contender, ("code",), with_rates=False)
+def _against(file: str, of_base: dict[str, Sequence[str]]) -> str:
+    """Losses on code, with differences from a contender of the same group, paired by seed."""
+    found = loss_tables.summarize(loss_tables.read(records.RESULTS / "loss" / file))
+    rows = []
+    for base, variants in of_base.items():
+        for name in (base, *(f"{base}, {variant}" for variant in variants)):
+            if ("code", name) in found:
+                one, other = found["code", name], found["code", base]
+                less = "" if name == base else loss_tables.difference(one, other)
+                rows.append([name, f"{one.mean:.4f}", less, str(len(one.losses))])
+    return records.table(["", "loss", "minus the first of its kind", "seeds"], rows)
 
 
 def _read(name: str) -> dict:

@@ -45,7 +45,7 @@ class Llama(NamedTuple):
 
 LLAMAS = {
     "tiny": Llama(2, 256, 512, 2, 1, 1024),
-    "160M": Llama(12, 768, 2048, 6, 6, 50_304),  # GPT-2's layers of 117M, and a head of its own
+    "160M": Llama(12, 768, 2048, 6, 6, 50_304),  # layers as large as GPT-2's of 117M
     "8B": Llama(32, 4096, 14_336, 32, 8),
     "70B": Llama(80, 8192, 28_672, 64, 8),
 }
