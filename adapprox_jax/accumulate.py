@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.linalg.split_floats import REMAINDERS, joined, remainder_of, upper_part
-from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.linalg.split_floats import REMAINDERS, joined, parts
+from adapprox_jax.params.leaves import Leaves, unzipped
+from adapprox_jax.transforms.in_float32 import fitting
 
 _KEPT = REMAINDERS[24]
 
@@ -19,12 +20,13 @@ def accumulate(
     """The value and gradients of a large batch, from micro-batches one after the other.
 
     `optax.MultiSteps` keeps a float32 gradient between micro-batches. Here a `jax.lax.scan` in one
-    step keeps a bfloat16 and a remainder of 8 bits for each number, and nothing after the step.
+    step keeps a bfloat16 and a remainder of 8 bits for each number, and nothing after the step. A
+    sum is known to 2^-16 of its size.
 
     Args:
       function: From parameters and a micro-batch to a value and gradients, as
-        `jax.value_and_grad(loss)` gives them. The value may be a tree of numbers, as with
-        `has_aux`.
+        `jax.value_and_grad(loss)` gives them. The value may be a tree of floating-point arrays,
+        as with `has_aux`.
       params: Parameters, real, of 16 bits or more.
       batches: A tree of arrays with the micro-batches along a first axis.
 
@@ -34,6 +36,7 @@ def accumulate(
     Raises:
       ValueError: the arrays of `batches` have first axes of different lengths, or of none, or
         `function` gives no such pair.
+      TypeError: a part of the value, or a gradient, is no real floating-point array.
 
     Examples:
       >>> import jax, jax.numpy as jnp, adapprox_jax
@@ -58,46 +61,46 @@ def accumulate(
                 uppers, remainders, Leaves.of(gradients, "gradient").arrays, strict=True
             )
         ]
-        uppers = [upper_part(x, jnp.bfloat16, _KEPT) for x in sums]
-        remainders = [remainder_of(x, upper, _KEPT) for x, upper in zip(sums, uppers, strict=True)]
+        uppers, remainders = unzipped([parts(x, jnp.bfloat16, _KEPT) for x in sums], 2)
         return (total, uppers, remainders), None
 
     one = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[0], x), batches)
-    value, like = _pair(jax.eval_shape(function, params, one), params)
-    arrays = Leaves.of(params).arrays
+    of_params = Leaves.of(params, "parameter")
+    value, like = _pair(jax.eval_shape(function, params, one), of_params)
+    arrays = of_params.arrays
     start = (
         jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value),
         [jnp.zeros_like(x, jnp.bfloat16) for x in arrays],
         [jnp.zeros_like(x, _KEPT) for x in arrays],
     )
     (value, uppers, remainders), _ = jax.lax.scan(add, start, batches)
-    gradients = Leaves.of(like)
     means = [
         joined(upper, remainder).astype(x.dtype)
-        for upper, remainder, x in zip(uppers, remainders, gradients.arrays, strict=True)
+        for upper, remainder, x in zip(uppers, remainders, like.arrays, strict=True)
     ]
-    return value, gradients.filled(means)
+    return value, like.filled(means)
 
 
-def _pair(given: Any, params: Any) -> tuple[Any, Any]:
-    """Value and gradients. Raises ValueError for what `jax.value_and_grad` would not give."""
-    is_pair = isinstance(given, tuple) and len(given) == 2
-    if not is_pair or Leaves.of(given[1]).structure != Leaves.of(params).structure:
+def _pair(given: Any, params: Leaves) -> tuple[Any, Leaves]:
+    """Value and gradients of a function, if it gives what `jax.value_and_grad` gives."""
+    if not isinstance(given, tuple) or len(given) != 2:
         raise ValueError(
-            f"function gave {jax.tree.structure(given)}; allowed: a pair of value and gradients, as"
+            f"function gave a {type(given).__name__}; allowed: a pair of value and gradients, as"
             " jax.value_and_grad(loss) gives it."
         )
-    return given
+    value, gradients = given
+    Leaves.of(value, "value")
+    return value, fitting(gradients, params, "gradient")
 
 
 def _count_of(batches: Any) -> int:
     """The number of micro-batches. Raises ValueError where arrays disagree, or there is none."""
-    lengths = {np.shape(x)[0] if np.ndim(x) else 0 for x in jax.tree.leaves(batches)}
-    if len(lengths) != 1 or 0 in lengths:
-        given = ", ".join(str(length) for length in lengths) or "no arrays"
+    leaves = Leaves.of(batches)
+    lengths = [np.shape(x)[0] if np.ndim(x) else 0 for x in leaves.arrays]
+    if len(set(lengths)) != 1 or 0 in lengths:
+        given = [f"{length} at {name}" for name, length in zip(leaves.names, lengths, strict=True)]
         raise ValueError(
-            f"batches have first axes of lengths {given}; allowed: one length of at least 1, the"
-            " number of micro-batches."
+            f"batches have first axes of lengths {', '.join(given) or 'none'}; allowed: one length"
+            " of at least 1, the number of micro-batches."
         )
-    [count] = lengths
-    return count
+    return int(lengths[0])

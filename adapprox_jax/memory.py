@@ -16,6 +16,7 @@ import optax
 import optax.contrib
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from adapprox_jax.argument_checks import require_choice
 from adapprox_jax.optimizers.adapprox import adapprox
 from adapprox_jax.optimizers.adapprox_muon import adapprox_muon
 from adapprox_jax.params.hidden_matrices import hidden_matrices
@@ -29,7 +30,8 @@ NOTE = f"""\
 Of devices with {", ".join(map(str, DEVICES))} GB (10^9 bytes). Activations are not counted.
 --help says how each optimizer is set."""
 EPILOG = """\
-All have their defaults, so that averages have the type of the weights where no bits are named.
+All have their defaults, so that averages have the type of the weights where no bits are named, and
+float32 with split weights.
 Adafactor is optax.adafactor(rate, momentum=0.9), whose momentum is in float32; it does not factor
 attention kernels with heads of fewer than 128 numbers. Muon is optax.contrib.muon(rate) for the
 matrices that adapprox_muon orthogonalizes, with its AdamW for all other parameters. On a mesh the
@@ -89,13 +91,15 @@ def training_memory(
       A dict from the name of an optimizer to its `Memory`.
 
     Raises:
-      ValueError: an axis of the mesh divides no parameter.
+      ValueError: an axis of the mesh divides no parameter, or a type is another one.
 
     Examples:
       >>> from adapprox_jax.memory import training_memory
       >>> training_memory({"kernel": (1024, 4096)}, mesh={"fsdp": 8})["AdamW"]
       Memory(weights=2097152, gradients=2097152, state=4194308)
     """
+    require_choice("weights", weights, (*_TYPES, _SPLIT))
+    require_choice("gradients", gradients, (None, *_TYPES))
     sizes = mesh or {}
     specs = {path: _spec(shape, sizes) for path, shape in shapes.items()}
     for axis, size in sizes.items():

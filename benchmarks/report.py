@@ -130,11 +130,14 @@ def blocks() -> dict[str, str]:
     }
     kinds = get_args(Weights)[1:]
     found["weights"] = _against("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
-    blocks = dict.fromkeys(("adapprox 4 bits", "adapprox_muon 4 bits"), ["blocks along the last axis"])
+    old = ("blocks along the last axis",)
+    blocks = {"adapprox 4 bits": old, "adapprox_muon 4 bits": old}
     found["blocks"] = _against("blocks.jsonl", blocks)
-    for name in ("160M", "8B"):
-        record = _read(f"memory/training_{name}_h100.json")["records"]
-        found[f"training memory {name} h100"] = training_memory.table(record)
+    for name, devices in {"160M": ("h100", "v5e", "cpu"), "8B": ("h100", "v5p")}.items():
+        of_devices = {
+            device: _read(f"memory/training_{name}_{device}.json")["records"] for device in devices
+        }
+        found[f"training memory {name}"] = training_memory.table(of_devices)
     for name in ("117M", "muon_117M"):
         record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
         found[f"speed {name}"] = update_speed.table(record)

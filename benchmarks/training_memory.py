@@ -181,6 +181,8 @@ def main(
         raise SystemExit(f"rows has {unknown}; allowed: {'; '.join(ROWS)}.")
     path = output or RESULTS / f"training_{model}_{device}.json"
     result: dict[str, Any] = {**records.header(), "batch": [batch, length], "records": {}}
+    if device != "cpu":
+        result["device"] = f"{device}, from its description"
     for name in tqdm(rows, unit="program"):
         try:
             record = record_of(ROWS[name], LLAMAS[model], (batch, length), _mesh_of(device))
@@ -188,30 +190,37 @@ def main(
             record = {"refused": str(error).splitlines()[0][:200]}
         result["records"][name] = record
         records.write(path, result)
-    print(table(result["records"]))
+    print(table({device: result["records"]}))
     print(f"written: {path}")
     return result
 
 
-def table(rows: dict[str, dict[str, Any]]) -> str:
-    """A row for each training step, in GiB."""
-    columns = ("weights", "state", "activations", "peak")
+def table(of_devices: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each training step, with what each of some devices plans for it."""
+    names = dict.fromkeys(name for rows in of_devices.values() for name in rows)
     cells = [
-        [name, *["", "", "", "does not fit", ""]]
-        if "refused" in r
-        else [
-            name,
-            *(f"{r[f'{column}_mib'] / 1024:.2f}" for column in columns),
-            f"{r['bytes_a_parameter']:.2f}",
-        ]
-        for name, r in rows.items()
+        [name, *(text for rows in of_devices.values() for text in _cells(rows.get(name)))]
+        for name in names
     ]
-    titles = [f"{column}, GiB" for column in columns]
-    return records.table(["", *titles, "bytes per parameter, without activations"], cells)
+    titles = [
+        f"{device}: {what}"
+        for device in of_devices
+        for what in ("peak, GiB", "bytes per parameter")
+    ]
+    return records.table(["", *titles], cells)
+
+
+def _cells(row: dict[str, Any] | None) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    if "refused" in row:
+        return "does not fit", ""
+    return f"{row['peak_mib'] / 1024:.1f}", f"{row['bytes_a_parameter']:.1f}"
 
 
 def draw(rows: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
     """Bars of what each training step plans: weights, state, and all else."""
+    rows = {name: row for name, row in rows.items() if "refused" not in row}
     names = list(rows)
     weights, state, peak = (
         [row[f"{part}_mib"] / 1024 for row in rows.values()]

@@ -75,10 +75,10 @@ def test_boxes():
 @pytest.mark.parametrize(
     ("batches", "message"),
     [
-        ({"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, "first axes of lengths"),
+        ({"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, r"lengths 3 at \['a'\], 2 at \['b'\]"),
         (jnp.ones(()), "first axes of lengths 0"),
         (jnp.ones((0, 2)), "first axes of lengths 0"),
-        ({}, "first axes of lengths no arrays"),
+        ({}, "first axes of lengths none"),
     ],
 )
 def test_bad_batches(batches, message):
@@ -86,7 +86,19 @@ def test_bad_batches(batches, message):
         accumulate(jax.value_and_grad(loss), inputs(jnp.float32)[0], batches)
 
 
-def test_a_function_that_gives_no_pair():
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (jax.grad(loss), r"function gave a dict; allowed: a pair"),
+        (lambda p, x: ((x.sum(), jnp.int32(2)), p), r"\[1\]: the value has type int32"),
+        (lambda p, x: (x.sum(), {"in": p["in"]}), r"got none in the gradients"),
+        (
+            lambda p, x: (x.sum(), {**p, "out": jnp.ones(())}),
+            r"\['out'\]: the gradient has shape \(\); expected \(64, 3\)",
+        ),
+    ],
+)
+def test_functions_that_give_something_else(function, message):
     params, batches = inputs(jnp.float32)
-    with pytest.raises(ValueError, match=r"function gave .*; allowed: a pair"):
-        accumulate(jax.grad(loss), params, batches)
+    with pytest.raises((ValueError, TypeError), match=message):
+        accumulate(function, params, batches)

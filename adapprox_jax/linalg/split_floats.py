@@ -33,8 +33,22 @@ _PLACES = {
 HALVES = tuple(_PLACES)  # the 16-bit types
 
 
+def parts(
+    wide: jax.Array, dtype: jax.typing.DTypeLike, remainder: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """The 16-bit number next to each number, and what is to be kept beside it.
+
+    Args:
+      wide: float32, of any shape.
+      dtype: bfloat16 or float16.
+      remainder: Type of the remainder, int8 or int16.
+    """
+    upper = upper_part(wide, dtype, remainder)
+    return upper, remainder_of(wide, upper, remainder)
+
+
 def upper_part(wide: jax.Array, dtype: jax.typing.DTypeLike, remainder: np.dtype) -> jax.Array:
-    """The 16-bit number next to each number, with which its remainder fits.
+    """The nearest 16-bit number: of two the upper one, so that a remainder of -128 fits in 8 bits.
 
     Args:
       wide: float32, of any shape.
@@ -68,7 +82,7 @@ def remainder_of(wide: jax.Array, upper: jax.Array, remainder: np.dtype) -> jax.
 
 
 def joined(upper: jax.Array, remainder: jax.Array) -> jax.Array:
-    """The float32 numbers that two parts stand for.
+    """The float32 numbers that two parts stand for, of the same shape.
 
     Args:
       upper: bfloat16 or float16, of any shape.
@@ -76,10 +90,12 @@ def joined(upper: jax.Array, remainder: jax.Array) -> jax.Array:
     """
     places = _PLACES[upper.dtype]
     dropped = _dropped(places, remainder.dtype)
-    place = (_signed(upper) << places.low_bits) + (remainder.astype(jnp.int32) << dropped)
+    place, infinity = _signed(upper) << places.low_bits, places.infinity << places.low_bits
+    # What is no finite number has no remainder.
+    added = jnp.where(jnp.abs(place) < infinity, remainder.astype(jnp.int32) << dropped, 0)
+    place = place + added
     distance = jnp.abs(place)
     word = distance + (places.lost_exponents << 23)
-    infinity = places.infinity << places.low_bits
     if places.lost_exponents:
         word = jnp.where(distance < infinity, word, distance - infinity + _INFINITY)
     number = jax.lax.bitcast_convert_type(word, jnp.float32)
@@ -98,9 +114,10 @@ def _dropped(places: _Places, remainder: np.dtype) -> int:
 
 
 def _kept(wide: jax.Array, places: _Places, dropped: int) -> jax.Array:
-    """Places without their last bits, rounded to the nearest.
+    """Places without their last bits, rounded to the nearest, of two to the even one.
 
-    In integers throughout: a TPU would write what `jnp.isfinite` gives into memory.
+    All that is no number becomes one such. In integers throughout: a TPU would write what
+    `jnp.isfinite` gives into memory.
     """
     word = jax.lax.bitcast_convert_type(wide, jnp.int32)
     size = word & 0x7FFFFFFF

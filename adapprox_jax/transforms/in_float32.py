@@ -31,21 +31,36 @@ def stepped(
 
     Raises:
       ValueError: Gradients or updates do not fit the parameters.
+      TypeError: A gradient or an update is no real floating-point array.
     """
-    gradients = Leaves.of(updates, "gradient")
-    gradients.matching(leaves.tree, "the gradients")
+    gradients = fitting(updates, leaves, "gradient")
     wide = gradients.filled([x.astype(jnp.float32) for x in gradients.arrays])
     steps, state = tx.update(wide, state, leaves.filled(weights), **extra_args)
-    given = Leaves.of(steps, "update")
-    given.matching(leaves.tree, "the wrapped optimizer's updates")
-    for name, step, weight in zip(leaves.names, given.arrays, weights, strict=True):
-        if step.shape != weight.shape:
-            raise ValueError(
-                f"{name}: the wrapped optimizer's update has shape {step.shape}; expected"
-                f" {weight.shape}, the weight's."
-            )
-    moved = zip(weights, given.arrays, strict=True)
+    moved = zip(weights, fitting(steps, leaves, "wrapped optimizer's update").arrays, strict=True)
     return [weight + step.astype(jnp.float32) for weight, step in moved], state
+
+
+def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
+    """The leaves of a tree with the structure and the shapes of the parameters.
+
+    Args:
+      tree: Of arrays, abstract or not.
+      leaves: The parameters.
+      what: What a leaf of the tree is, for messages.
+
+    Raises:
+      ValueError: The structure or a shape is another one.
+      TypeError: A leaf is no real floating-point array.
+    """
+    found = Leaves.of(tree, what)
+    found.matching(leaves.tree, f"the {what}s")
+    for name, array, weight in zip(leaves.names, found.arrays, leaves.arrays, strict=True):
+        if array.shape != weight.shape:
+            raise ValueError(
+                f"{name}: the {what} has shape {array.shape}; expected {weight.shape}, as of the"
+                " weight."
+            )
+    return found
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:
@@ -54,10 +69,12 @@ def difference(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(new == old, 0, new.astype(jnp.float32) - old.astype(jnp.float32))
 
 
-def check_half(name: str, array: jax.Array, allowed: Sequence[np.dtype], advice: str) -> None:
-    """Raises ValueError unless a weight has one of the types that are allowed."""
-    if array.dtype not in allowed:
-        expected = " or ".join(dtype.name for dtype in allowed)
-        raise ValueError(
-            f"{name}: the weight has type {array.dtype.name}; expected {expected}. {advice}"
-        )
+def check_half(leaves: Leaves, allowed: Sequence[np.dtype]) -> None:
+    """Raises ValueError unless all weights have one of the types that are allowed."""
+    for name, array in zip(leaves.names, leaves.arrays, strict=True):
+        if array.dtype not in allowed:
+            expected = " or ".join(dtype.name for dtype in allowed)
+            raise ValueError(
+                f"{name}: the weight has type {array.dtype.name}; expected {expected}. Begin with"
+                " adapprox_jax.split or a cast, and add updates by optax.apply_updates."
+            )

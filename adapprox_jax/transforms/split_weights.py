@@ -8,13 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.argument_checks import check_state, require_choice, require_transformation
-from adapprox_jax.linalg.split_floats import HALVES, REMAINDERS, joined, remainder_of, upper_part
+from adapprox_jax.argument_checks import (
+    check_state,
+    require_choice,
+    require_integer,
+    require_transformation,
+)
+from adapprox_jax.linalg.split_floats import (
+    HALVES,
+    REMAINDERS,
+    joined,
+    parts,
+    remainder_of,
+    upper_part,
+)
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.transforms.in_float32 import check_half, difference, stepped
 
 _Tree = TypeVar("_Tree")
-_FLOAT32 = np.dtype(np.float32)
 
 
 class SplitWeightsState(NamedTuple):
@@ -22,10 +33,12 @@ class SplitWeightsState(NamedTuple):
 
     Attributes:
       remainder: What each weight lacks, int8 or int16, with the parameters' structure and shapes.
+      zero: A scalar of the weights' type.
       inner_state: Of the wrapped optimizer.
     """
 
     remainder: Any
+    zero: jax.Array
     inner_state: optax.OptState
 
 
@@ -40,11 +53,9 @@ def split_weights(
     difference to the new 16-bit weights, which `optax.apply_updates` adds. Begin with `split`, and
     read the float32 weights with `join_weights`.
 
-    With 24 bits a bfloat16 weight is known to 2^-16 of its size. Where steps are smaller than that,
-    as in fine-tuning at a rate of 1e-6, take 32 bits: then nothing is lost. A weight that one step
-    makes 2^16 times smaller is known to 2^-24 of its size before. Weights beyond the largest
-    bfloat16 or float16 stay at it. What looks at the types of updates, as `optax.apply_if_finite`
-    does, belongs into `tx`.
+    With 24 bits a bfloat16 weight is always known to 2^-16 of its size. Where steps are smaller, as
+    in fine-tuning at a rate of 1e-6, take 32 bits. Then a weight is a float32 number, and nothing
+    is lost. Rate, weight decay and all else that changes updates belong into `tx`.
 
     Args:
       tx: Any Optax transformation. It sees float32, so its state is float32 unless it says
@@ -60,6 +71,7 @@ def split_weights(
     Raises:
       ValueError: an argument is out of range, or, from `init` and `update`, weights have another
         type, the state has remainders of other bits, or `tx` changes shapes.
+      TypeError: a weight or a gradient is no real floating-point array.
 
     Examples:
       >>> import jax.numpy as jnp, optax, adapprox_jax
@@ -74,6 +86,7 @@ def split_weights(
     Source: FlashOptim (2602.23349), whose remainders are shares of half the last bit.
     """
     require_transformation("tx", tx)
+    require_integer("bits", bits, 1)
     require_choice("bits", bits, tuple(REMAINDERS))
     half = _half(dtype)
     kept = REMAINDERS[bits]
@@ -81,13 +94,11 @@ def split_weights(
 
     def init(params: optax.Params) -> SplitWeightsState:
         leaves = Leaves.of(params, "weight")
-        for name, array in zip(leaves.names, leaves.arrays, strict=True):
-            check_half(name, array, (half, _FLOAT32), "Cast it, or leave it out with optax.masked.")
-        wide = [array.astype(jnp.float32) for array in leaves.arrays]
-        halves = [upper_part(array, half, kept) for array in wide]
-        remainders = [remainder_of(*pair, kept) for pair in zip(wide, halves, strict=True)]
-        weights = leaves.filled(list(map(joined, halves, remainders)))
-        return SplitWeightsState(leaves.filled(remainders), inner.init(weights))
+        check_half(leaves, (half, np.dtype(np.float32)))
+        cut = [parts(array.astype(jnp.float32), half, kept) for array in leaves.arrays]
+        weights = leaves.filled([joined(*pair) for pair in cut])
+        remainders = leaves.filled([remainder for _, remainder in cut])
+        return SplitWeightsState(remainders, jnp.zeros([], half), inner.init(weights))
 
     def update(
         updates: optax.Updates,
@@ -101,39 +112,38 @@ def split_weights(
         leaves = Leaves.of(params, "weight")
         remainders = leaves.matching(state.remainder, "the weights")
         halves = leaves.arrays
+        check_half(leaves, (half,))
         for name, array, remainder in zip(leaves.names, halves, remainders.arrays, strict=True):
-            check_half(name, array, (half,), "adapprox_jax.split gives such weights.")
             _check_remainder(name, array, remainder, kept)
         weights = list(map(joined, halves, remainders.arrays))
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
         steps = [difference(upper_part(x, half, kept), p) for x, p in zip(new, halves, strict=True)]
-        # What is added need not be what was meant: where a weight shrinks by far it is rounded.
+        # What optax.apply_updates will give, which is another number where the step was rounded:
+        # where a weight shrinks by far. The remainder belongs to it.
         reached = [
             (p.astype(jnp.float32) + step).astype(half)
             for p, step in zip(halves, steps, strict=True)
         ]
         kept_now = [remainder_of(x, p, kept) for x, p in zip(new, reached, strict=True)]
-        state = SplitWeightsState(remainders.filled(kept_now), inner_state)
+        state = SplitWeightsState(remainders.filled(kept_now), state.zero, inner_state)
         return leaves.filled(steps), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def split(
-    tx: optax.GradientTransformation, params: _Tree, dtype: jax.typing.DTypeLike = jnp.bfloat16
-) -> tuple[_Tree, optax.OptState]:
+def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax.OptState]:
     """16-bit weights, and an optimizer's state that keeps the rest of the float32 weights.
 
     Args:
       tx: `split_weights(...)`, alone or wrapped, say by `optax.masked` or `optax.MultiSteps`.
-      params: float32 weights.
-      dtype: That of `split_weights`.
+      params: float32 weights; parameters that `tx` does not split may be of any type.
 
     Returns:
-      The weights for the model, of `dtype` where `tx` splits them, and the state.
+      The weights for the model, in 16 bits where `tx` splits them, and the state.
 
     Raises:
-      ValueError: tx splits no weights, or dtype is neither bfloat16 nor float16.
+      ValueError: tx splits no weights, or one of them twice.
+      TypeError: a weight is no real floating-point array.
 
     Examples:
       >>> import jax.numpy as jnp, optax, adapprox_jax
@@ -141,15 +151,14 @@ def split(
       >>> params, state = adapprox_jax.split(tx, {"w": jnp.full(4, 0.1)})
       >>> params["w"].dtype, state.remainder["w"].dtype
       (dtype(bfloat16), dtype('int8'))
+
+    Source: as `split_weights`.
     """
     require_transformation("tx", tx)
-    half, state = _half(dtype), tx.init(params)
-
-    def cut(name: str, wide: jax.Array, remainder: jax.Array) -> jax.Array:
-        del name
-        return upper_part(wide.astype(jnp.float32), half, remainder.dtype)
-
-    return _with_parts(params, state, cut), state
+    state = tx.init(params)
+    return _with_parts(
+        params, state, lambda wide, remainder, half: upper_part(wide, half, remainder.dtype)
+    ), state
 
 
 def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
@@ -157,7 +166,7 @@ def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
 
     Args:
       params: The weights in 16 bits.
-      state: Of the optimizer, wrapped or not.
+      state: Of the optimizer after the same step, wrapped or not.
 
     Returns:
       The parameters in float32 where they are split, and as they are where they are not.
@@ -171,48 +180,57 @@ def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
       >>> params, state = adapprox_jax.split(tx, {"w": jnp.full(4, 0.1)})
       >>> bool((adapprox_jax.join_weights(params, state)["w"] == 0.1).all())
       True
+
+    Source: as `split_weights`.
     """
 
-    def join(name: str, half: jax.Array, remainder: jax.Array) -> jax.Array:
-        check_half(name, half, HALVES, "Is it joined already?")
+    def join(half: jax.Array, remainder: jax.Array, dtype: np.dtype) -> jax.Array:
+        if half.dtype != dtype:
+            raise ValueError(f"the weight has type {half.dtype.name}; expected {dtype.name}.")
         return joined(half, remainder)
 
     return _with_parts(params, state, join)
 
 
-def _with_parts(params: _Tree, state: Any, function: Callable[[str, Any, Any], jax.Array]) -> _Tree:
-    """Parameters with a function of name, weight and remainder where a weight is split."""
+def _with_parts(
+    params: _Tree, state: Any, function: Callable[[Any, Any, np.dtype], jax.Array]
+) -> _Tree:
+    """Parameters with a function of weight, remainder and type where a weight is split."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SplitWeightsState))
-    split_by = [Leaves.of(x.remainder) for x in nodes if isinstance(x, SplitWeightsState)]
-    found = {
-        name: array
-        for leaves in split_by
-        for name, array in zip(leaves.names, leaves.arrays, strict=True)
-    }
-    leaves = Leaves.of(params)
-    given = dict(zip(leaves.names, leaves.arrays, strict=True))
-    if not split_by:
+    states = [node for node in nodes if isinstance(node, SplitWeightsState)]
+    if not states:
         raise ValueError(
             "the state has no remainders; expected that of split_weights, or of what wraps it."
         )
-    for name, remainder in found.items():
-        shape = getattr(given.get(name), "shape", None)
-        if shape != remainder.shape:
-            raise ValueError(
-                f"{name}: the weight has shape {shape}; expected {remainder.shape}, the"
-                " remainder's."
-            )
-    return leaves.filled(
-        [
-            function(name, array, found[name]) if name in found else array
-            for name, array in given.items()
-        ]
-    )
+    leaves = Leaves.of(params)
+    results = dict(zip(leaves.names, leaves.arrays, strict=True))
+    done = set()
+    for node in states:
+        remainders = Leaves.of(node.remainder)
+        for name, remainder in zip(remainders.names, remainders.arrays, strict=True):
+            shape = getattr(results.get(name), "shape", None)
+            if name in done:
+                raise ValueError(f"{name}: the weight has two remainders; allowed: one.")
+            if shape != remainder.shape:
+                given = "there is no such weight" if shape is None else f"its shape is {shape}"
+                raise ValueError(
+                    f"{name}: {given}; expected shape {remainder.shape}, as in the state."
+                )
+            try:
+                results[name] = function(results[name], remainder, node.zero.dtype)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            done.add(name)
+    return leaves.filled(list(results.values()))
 
 
 def _half(dtype: jax.typing.DTypeLike) -> np.dtype:
     """A type of 16-bit weights. Raises ValueError for others."""
-    require_choice("dtype", jnp.dtype(dtype).name, [half.name for half in HALVES])
+    try:
+        name: Any = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    require_choice("dtype", name, [half.name for half in HALVES])
     return jnp.dtype(dtype)
 
 

@@ -36,6 +36,8 @@ def stochastic_rounding(
     odds of up and down are such that the expected weight is the exact one. The noise costs loss in
     long runs, which `split_weights` does not, at one byte more a parameter.
 
+    Under `jax.vmap` over states all members are rounded alike.
+
     Args:
       tx: Any Optax transformation. It sees float32 weights and gradients.
       seed: Of the rounding, of 32 bits: the same seed gives the same run.
@@ -47,6 +49,7 @@ def stochastic_rounding(
     Raises:
       ValueError: an argument is out of range, or, from `update`, weights are not bfloat16 or `tx`
         changes shapes.
+      TypeError: a weight or a gradient is no real floating-point array.
 
     Examples:
       >>> import jax.numpy as jnp, optax, adapprox_jax
@@ -63,14 +66,17 @@ def stochastic_rounding(
     require_integer("seed", seed, 0, 2**32 - 1)
     inner = optax.with_extra_args_support(tx)
 
-    def float32_of(params: optax.Params) -> tuple[Leaves, list[jax.Array]]:
+    spread = jnp.uint32(seed * 0x9E3779B1 % 2**32)  # seeds in a row must not share their noise
+
+    def float32_of(
+        params: optax.Params, allowed: tuple[np.dtype, ...]
+    ) -> tuple[Leaves, list[jax.Array]]:
         leaves = Leaves.of(params, "weight")
-        for name, array in zip(leaves.names, leaves.arrays, strict=True):
-            check_half(name, array, (_BFLOAT16,), "Cast it, or leave it out with optax.masked.")
+        check_half(leaves, allowed)
         return leaves, [array.astype(jnp.float32) for array in leaves.arrays]
 
     def init(params: optax.Params) -> StochasticRoundingState:
-        leaves, weights = float32_of(params)
+        leaves, weights = float32_of(params, (_BFLOAT16, np.dtype(np.float32)))
         return StochasticRoundingState(jnp.zeros([], jnp.int32), inner.init(leaves.filled(weights)))
 
     def update(
@@ -82,9 +88,9 @@ def stochastic_rounding(
         if params is None:
             raise ValueError("params is None; allowed: the weights, in bfloat16.")
         check_state(state, StochasticRoundingState, "stochastic_rounding")
-        leaves, weights = float32_of(params)
+        leaves, weights = float32_of(params, (_BFLOAT16,))
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
-        first = state.step.astype(jnp.uint32) * jnp.uint32(len(new)) + jnp.uint32(seed)
+        first = state.step.astype(jnp.uint32) * jnp.uint32(len(new)) + spread
         steps = []
         for i, (wide, array) in enumerate(zip(new, leaves.arrays, strict=True)):
             words = random_words(wide.shape, first + jnp.uint32(i))

@@ -86,7 +86,8 @@ def _restored(folder: pathlib.Path, like: Any, is_split: bool) -> Any:
         restored = manager.restore(step, args=ocp.args.Composite(state=arguments)).state
     saved = restored["params"]
     if is_split:
-        state = adapprox_jax.SplitWeightsState(restored["opt_state"]["remainder"], ())
+        zero = np.zeros([], jax.tree.leaves(saved)[0].dtype)
+        state = adapprox_jax.SplitWeightsState(restored["opt_state"]["remainder"], zero, ())
         saved = adapprox_jax.join_weights(saved, state)
     saved = jax.tree.map(lambda x: np.asarray(x, np.float32), saved)
     params = {**saved, "blocks": {int(k): block for k, block in saved["blocks"].items()}}

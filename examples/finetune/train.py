@@ -63,9 +63,9 @@ def finetune(config: Config) -> dict[str, float]:
     params = jax.tree.map(jnp.array, nnx.to_pure_dict(params))
     tx = as_input(lambda: optimizers.build(config.optimizer, config.options, rate))
     tx = optimizers.keeping(config.weights, tx)
-    state = TrainState(
-        *jax.jit(functools.partial(optimizers.first_state, config.weights, tx))(params)
-    )
+    begin = jax.jit(functools.partial(optimizers.first_state, config.weights, tx))
+    state = TrainState(*begin(params))
+    del params  # in float32
     print(f"{config.task}, {config.optimizer}: {metrics.describe(state)}")
     predict = _predictor(graphdef, task, config.batch_size // config.accumulate)
     with contextlib.ExitStack() as stack:

@@ -43,7 +43,7 @@ def test_a_table_and_a_picture(tmp_path, capsys):
     assert "AdamW, split weights" in capsys.readouterr().out
     training_memory.draw(records, tmp_path / "tiny.png")
     assert (tmp_path / "tiny.png").read_bytes().startswith(b"\x89PNG")
-    refused = training_memory.table({"AdamW": {"refused": "too much"}})
+    refused = training_memory.table({"v5p": {"AdamW": {"refused": "too much"}}})
     assert "does not fit" in refused
 
 

@@ -263,14 +263,16 @@ def test_other_optimizers(work, optimizer):
 
 
 @pytest.mark.slow
-def test_split_weights_go_on_from_eight_devices_on_one(work):
-    options = ["--weights", "split", "--optimizer", "adamw"]
-    assert train.main(small(work, "split", *options)) == 0
-    assert train.main(small(work, "split-moved", *options, *ALL_AXES)) == 0
-    shutil.rmtree(work / "split-moved" / "checkpoints" / "6")
-    assert train.main(small(work, "split-moved", *options, "--resume")) == 0
+@pytest.mark.parametrize("weights", ["split", "bfloat16-stochastic"])
+def test_weights_of_16_bits_go_on_from_eight_devices_on_one(work, weights):
+    options = ["--weights", weights, "--optimizer", "adamw"]
+    moved = f"{weights}-moved"
+    assert train.main(small(work, weights, *options)) == 0
+    assert train.main(small(work, moved, *options, *ALL_AXES)) == 0
+    shutil.rmtree(work / moved / "checkpoints" / "6")
+    assert train.main(small(work, moved, *options, "--resume")) == 0
     # A weight at the middle of two bfloat16 may be rounded either way.
-    np.testing.assert_allclose(losses(work / "split"), losses(work / "split-moved"), atol=1e-3)
+    np.testing.assert_allclose(losses(work / weights), losses(work / moved), atol=1e-3)
 
 
 @pytest.mark.slow

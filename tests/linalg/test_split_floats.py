@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.linalg.split_floats import HALVES, REMAINDERS, joined, remainder_of, upper_part
+from adapprox_jax.linalg import split_floats
+from adapprox_jax.linalg.split_floats import HALVES, REMAINDERS, joined, remainder_of
 
 # How far a sum may be from a number, in places of float32 at the exponents that the type has.
 BOUNDS = {
@@ -19,8 +20,7 @@ each_kind = pytest.mark.parametrize(("half", "bits"), [(h, b) for h in HALVES fo
 
 @jax.jit(static_argnums=(1, 2))
 def parts(wide, half, bits):
-    upper = upper_part(wide, half, REMAINDERS[bits])
-    return upper, remainder_of(wide, upper, REMAINDERS[bits])
+    return split_floats.parts(wide, half, REMAINDERS[bits])
 
 
 def uppers(half):
@@ -100,6 +100,14 @@ def test_what_is_no_finite_number(half, bits):
     upper, remainder = parts(largest, half, bits)
     np.testing.assert_array_equal(upper, np.array([1, -1], half) * jnp.finfo(half).max)
     assert np.all(np.isfinite(joined(upper, remainder)))
+
+
+@each_kind
+def test_what_is_no_finite_number_has_no_remainder(half, bits):
+    upper = jnp.array([jnp.inf, -jnp.inf, jnp.nan], half)
+    for remainder in (-5, 5):
+        wide = joined(upper, jnp.full(3, remainder, REMAINDERS[bits]))
+        np.testing.assert_array_equal(wide, [np.inf, -np.inf, np.nan])
 
 
 def test_a_remainder_of_another_number_is_cut_off():

@@ -63,7 +63,7 @@ def test_32_bits_are_float32_and_24_are_close(name, half):
     expected, _ = run(tx, start, tx.init(start))
     for bits in (24, 32):
         splitting = split_weights(OPTIMIZERS[name](), bits, half)
-        params, state = split(splitting, start, half)
+        params, state = split(splitting, start)
         assert all(x.dtype == half for x in jax.tree.leaves(params))
         joined = join_weights(*run(splitting, params, state))
         for leaf, x in joined.items():
@@ -159,6 +159,8 @@ def test_under_wrappers(name):
     start = weights()
     tx = WRAPPED[name](split_weights(optax.adam(1e-3)))
     params, state = split(tx, start)
+    for leaf, x in join_weights(params, state).items():
+        np.testing.assert_allclose(x, start[leaf], rtol=2.0**-16)
     types = jax.tree.map(jnp.dtype, (params, state))
     if name == "masked":
         assert params["bias"].dtype == jnp.float32
@@ -193,7 +195,8 @@ def test_reports_maps_and_conversions():
     params, state = split(tx, start)
     assert set(adapprox_jax.rank_report(state, params)) == {"['kernel']", "['stack']"}
     inside = adapprox_jax.state_nbytes(adapprox_jax.adapprox(1e-3), start)
-    assert adapprox_jax.state_nbytes(tx, params) == inside + sum(x.size for x in params.values())
+    remainders = sum(x.size for x in params.values())
+    assert adapprox_jax.state_nbytes(tx, params) == inside + remainders + 2
     named = optax.tree_map_params(tx, lambda _, name: name, state, {name: name for name in SHAPES})
     assert named.remainder == {name: name for name in SHAPES}
     adam_state = optax.adam(1e-3).init(start)
@@ -311,7 +314,7 @@ BAD = {
     ),
     "other shapes": (
         lambda: updated(split_weights(of_shape(lambda x: x[None])), HALF),
-        r"shape \(1, 3\); expected \(3,\)",
+        r"update has shape \(1, 3\); expected \(3,\)",
     ),
     "other parameters": (
         lambda: updated(split_weights(SGD), HALF, split_weights(SGD).init({"w": HALF["w"][:2]})),
@@ -323,6 +326,11 @@ BAD = {
     ),
     "bits": (lambda: split_weights(SGD, 16), "bits is 16; allowed: 24, 32"),
     "type": (lambda: split_weights(SGD, dtype=jnp.float32), "dtype is 'float32'; allowed"),
+    "no type": (lambda: split_weights(SGD, dtype="bf16"), "dtype is 'bf16'; allowed"),
+    "injected bits": (
+        lambda: optax.inject_hyperparams(split_weights)(SGD).init(HALF),
+        "bits is .*; allowed: a Python integer",
+    ),
     "no transformation": (lambda: split_weights(1e-3), "tx is a float"),
     "no parameters": (
         lambda: split_weights(SGD).update(HALF, split_weights(SGD).init(HALF)),
@@ -332,11 +340,27 @@ BAD = {
     "joined by another state": (lambda: join_weights(HALF, SGD.init(HALF)), "has no remainders"),
     "joined with others": (
         lambda: join_weights({"w": jnp.ones(4)}, split_weights(SGD).init(HALF)),
-        r"shape \(4,\); expected \(3,\)",
+        r"its shape is \(4,\); expected shape \(3,\)",
+    ),
+    "joined with nothing": (
+        lambda: join_weights({"v": HALF["w"]}, split_weights(SGD).init(HALF)),
+        "there is no such weight",
+    ),
+    "joined as another type": (
+        lambda: join_weights({"w": jnp.ones(3, jnp.float16)}, split_weights(SGD).init(HALF)),
+        "type float16; expected bfloat16",
+    ),
+    "split twice": (
+        lambda: split(optax.chain(split_weights(SGD), split_weights(SGD)), WIDE),
+        "two remainders",
+    ),
+    "a gradient's shape": (
+        lambda: updated(split_weights(SGD), HALF, grads={"w": jnp.ones((1, 3))}),
+        r"the gradient has shape \(1, 3\); expected \(3,\)",
     ),
     "joined twice": (
         lambda: join_weights(WIDE, split_weights(SGD).init(HALF)),
-        "float32; expected bfloat16 or float16",
+        "type float32; expected bfloat16",
     ),
 }
 

@@ -55,6 +55,15 @@ def test_the_seed_decides_and_leaves_differ():
     first, again, other = trained(1), trained(1), trained(2)
     np.testing.assert_array_equal(first["a"], again["a"])
     assert np.any(first["a"] != other["a"])
+    tx, states = stochastic_rounding(optax.sgd(1e-3), 0), []
+    following = stochastic_rounding(optax.sgd(1e-3), 1)
+    state = tx.init(ones())
+    for _ in range(2):
+        updates, state = tx.update(grads, state, ones())
+        states.append(updates["a"])
+    assert np.any(states[0] != states[1])
+    new, _ = following.update(grads, following.init(ones()), ones())
+    assert np.any(states[1] != new["a"])  # seeds in a row are not steps in a row
     alike = run(
         stochastic_rounding(optax.sgd(1e-3)), {"a": ones()["a"], "b": ones()["a"]}, ones(), 1
     )
@@ -82,7 +91,7 @@ def test_bad_input():
     with pytest.raises(
         ValueError, match=r"\['a'\]: the weight has type float32; expected bfloat16"
     ):
-        stochastic_rounding(optax.sgd(1.0)).init(ones(jnp.float32))
+        run(stochastic_rounding(optax.sgd(1.0)), ones(jnp.float32), ones(), 1)
     with pytest.raises(ValueError, match="seed is -1"):
         stochastic_rounding(optax.sgd(1.0), seed=-1)
     tx = stochastic_rounding(optax.sgd(1.0))
