@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.split_floats import REMAINDERS, joined, parts
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.transforms.in_float32 import fitting
@@ -20,8 +21,8 @@ def accumulate(
     """The value and gradients of a large batch, from micro-batches one after the other.
 
     `optax.MultiSteps` keeps a float32 gradient between micro-batches. Here a `jax.lax.scan` in one
-    step keeps a bfloat16 and a remainder of 8 bits for each number, and nothing after the step. A
-    sum is known to 2^-16 of its size.
+    step keeps a bfloat16 and a remainder of 8 bits for each number, and nothing after the step.
+    Each addition is rounded to 16 significant bits, as is a single one. Call it inside `jax.jit`.
 
     Args:
       function: From parameters and a micro-batch to a value and gradients, as
@@ -54,7 +55,7 @@ def accumulate(
     def add(sums: Any, batch: Any) -> tuple[Any, None]:
         total, uppers, remainders = sums
         value, gradients = function(params, batch)
-        total = jax.tree.map(lambda x, new: x + new / count, total, value)
+        total = jax.tree.map(lambda x, new: x + new.astype(x.dtype) / count, total, value)
         sums = [
             joined(upper, remainder) + gradient.astype(jnp.float32) / count
             for upper, remainder, gradient in zip(
@@ -69,11 +70,12 @@ def accumulate(
     value, like = _pair(jax.eval_shape(function, params, one), of_params)
     arrays = of_params.arrays
     start = (
-        jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), value),
+        jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), value),
         [jnp.zeros_like(x, jnp.bfloat16) for x in arrays],
         [jnp.zeros_like(x, _KEPT) for x in arrays],
     )
-    (value, uppers, remainders), _ = jax.lax.scan(add, start, batches)
+    (total, uppers, remainders), _ = jax.lax.scan(add, start, batches)
+    value = jax.tree.map(lambda x, like: x.astype(like.dtype), total, value)
     means = [
         joined(upper, remainder).astype(x.dtype)
         for upper, remainder, x in zip(uppers, remainders, like.arrays, strict=True)

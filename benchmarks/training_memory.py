@@ -235,7 +235,7 @@ def draw(rows: dict[str, dict[str, Any]], path: pathlib.Path) -> None:
     axes.barh(names, rest, left=held, color="0.8", label="gradients, activations, update")
     axes.invert_yaxis()
     axes.set_xlabel("GiB at the peak")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=120)
 
 

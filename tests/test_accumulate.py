@@ -63,6 +63,15 @@ def test_values_may_be_trees_and_batches_too():
     np.testing.assert_array_equal(gradient, [2.0, 3.0])
 
 
+def test_a_mean_of_many_values_in_bfloat16_is_right():
+    def function(params, x):
+        return x.astype(jnp.bfloat16), params
+
+    value, _ = accumulate(function, jnp.ones(2), jnp.full(400, 1.3))
+    assert value.dtype == jnp.bfloat16
+    np.testing.assert_allclose(value.astype(jnp.float32), 1.3, rtol=2.0**-8)
+
+
 def test_boxes():
     params = {"down": NamedArray(jnp.ones((3, 128, 64)), AXES["down"])}
     _, gradients = accumulate(

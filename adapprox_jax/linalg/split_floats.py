@@ -1,9 +1,10 @@
 """A float32 cut in two: a 16-bit number that is used as it is, and an integer for what it lacks.
 
-A float32 has a place among all float32 numbers: 0, then 1 for the next one, -1 for the one before.
-A bfloat16 is each 65,536th of them, so that a bfloat16 and the distance to it name a place. With
-all 16 bits of that distance nothing is lost; with the upper 8 a number keeps 16 significant bits.
-A float16 has fewer exponents. Its places go on below its smallest normal number in equal steps.
+The sizes of float32 numbers have places: 0, then 1 for the smallest one above it, and so on. The
+sizes of bfloat16 numbers are each 65,536th of them, so that a bfloat16 and the distance to it name
+a place. With all 16 bits of that distance nothing is lost; with the upper 8 a number keeps 16
+significant bits. A float16 has fewer exponents. Its places go on below its smallest normal number
+in equal steps.
 """
 
 from typing import NamedTuple
@@ -48,7 +49,7 @@ def parts(
 
 
 def upper_part(wide: jax.Array, dtype: jax.typing.DTypeLike, remainder: np.dtype) -> jax.Array:
-    """The nearest 16-bit number: of two the upper one, so that a remainder of -128 fits in 8 bits.
+    """The nearest 16-bit number; of two the larger in size, so that -128 fits into 8 bits.
 
     Args:
       wide: float32, of any shape.
@@ -61,13 +62,13 @@ def upper_part(wide: jax.Array, dtype: jax.typing.DTypeLike, remainder: np.dtype
     places = _PLACES[np.dtype(dtype)]
     dropped = _dropped(places, remainder)
     kept_bits = places.low_bits - dropped
-    above = (_kept(wide, places, dropped) + (1 << kept_bits >> 1)) >> kept_bits
-    word = jnp.where(above < 0, 0x8000 - above, above).astype(jnp.uint16)
-    return jax.lax.bitcast_convert_type(word, dtype)
+    size = (_kept(wide, places, dropped) + (1 << kept_bits >> 1)) >> kept_bits
+    sign = jax.lax.bitcast_convert_type(wide, jnp.uint32) >> 16 & 0x8000
+    return jax.lax.bitcast_convert_type(size.astype(jnp.uint16) | sign.astype(jnp.uint16), dtype)
 
 
 def remainder_of(wide: jax.Array, upper: jax.Array, remainder: np.dtype) -> jax.Array:
-    """What is to be kept of each number beside a 16-bit number, cut off where it does not fit.
+    """What is to be kept of each size beside a 16-bit number, cut off where it does not fit.
 
     Args:
       wide: float32, of any shape.
@@ -76,8 +77,9 @@ def remainder_of(wide: jax.Array, upper: jax.Array, remainder: np.dtype) -> jax.
     """
     places = _PLACES[upper.dtype]
     dropped = _dropped(places, remainder)
-    distance = _kept(wide, places, dropped) - (_signed(upper) << (places.low_bits - dropped))
-    half = 1 << (places.low_bits - dropped) >> 1
+    kept_bits = places.low_bits - dropped
+    distance = _kept(wide, places, dropped) - ((_word(upper) & 0x7FFF) << kept_bits)
+    half = 1 << kept_bits >> 1
     return jnp.clip(distance, -half, half - 1).astype(remainder)
 
 
@@ -90,19 +92,19 @@ def joined(upper: jax.Array, remainder: jax.Array) -> jax.Array:
     """
     places = _PLACES[upper.dtype]
     dropped = _dropped(places, remainder.dtype)
-    place, infinity = _signed(upper) << places.low_bits, places.infinity << places.low_bits
+    word, infinity = _word(upper), places.infinity << places.low_bits
+    place = (word & 0x7FFF) << places.low_bits
     # What is no finite number has no remainder.
-    added = jnp.where(jnp.abs(place) < infinity, remainder.astype(jnp.int32) << dropped, 0)
-    place = place + added
-    distance = jnp.abs(place)
-    word = distance + (places.lost_exponents << 23)
+    added = jnp.where(place < infinity, remainder.astype(jnp.int32) << dropped, 0)
+    place = jnp.maximum(place + added, 0)
+    bits = place + (places.lost_exponents << 23)
     if places.lost_exponents:
-        word = jnp.where(distance < infinity, word, distance - infinity + _INFINITY)
-    number = jax.lax.bitcast_convert_type(word, jnp.float32)
+        bits = jnp.where(place < infinity, bits, place - infinity + _INFINITY)
+    number = jax.lax.bitcast_convert_type(bits, jnp.float32)
     if places.lost_exponents:
-        steps = distance.astype(jnp.float32) / _steps_a_unit(places)
-        number = jnp.where(distance < 1 << 23, steps, number)
-    return jnp.where(place < 0, -number, number)
+        steps = place.astype(jnp.float32) / _steps_a_unit(places)
+        number = jnp.where(place < 1 << 23, steps, number)
+    return jnp.where(word < 0x8000, number, -number)
 
 
 _INFINITY = 0x7F800000  # the bits of float32's
@@ -114,13 +116,12 @@ def _dropped(places: _Places, remainder: np.dtype) -> int:
 
 
 def _kept(wide: jax.Array, places: _Places, dropped: int) -> jax.Array:
-    """Places without their last bits, rounded to the nearest, of two to the even one.
+    """Places of sizes without their last bits, rounded to the nearest, of two to the even one.
 
     All that is no number becomes one such. In integers throughout: a TPU would write what
     `jnp.isfinite` gives into memory.
     """
-    word = jax.lax.bitcast_convert_type(wide, jnp.int32)
-    size = word & 0x7FFFFFFF
+    size = jax.lax.bitcast_convert_type(wide, jnp.int32) & 0x7FFFFFFF
     place = size - (places.lost_exponents << 23)
     if places.lost_exponents:
         steps = jnp.round(jnp.abs(wide) * _steps_a_unit(places)).astype(jnp.int32)
@@ -131,7 +132,6 @@ def _kept(wide: jax.Array, places: _Places, dropped: int) -> jax.Array:
     no_number = infinity + (1 << places.low_bits)
     beyond = jnp.where(size == _INFINITY, infinity, no_number)
     place = jnp.where(size < _INFINITY, jnp.minimum(place, largest), beyond)
-    place = jnp.where(word < 0, -place, place)
     if not dropped:
         return place
     return (place + (1 << dropped >> 1) - 1 + ((place >> dropped) & 1)) >> dropped
@@ -142,6 +142,5 @@ def _steps_a_unit(places: _Places) -> float:
     return 2.0 ** (127 + 22 - places.lost_exponents)
 
 
-def _signed(upper: jax.Array) -> jax.Array:
-    word = jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.int32)
-    return jnp.where(word < 0x8000, word, 0x8000 - word)
+def _word(upper: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(upper, jnp.uint16).astype(jnp.int32)

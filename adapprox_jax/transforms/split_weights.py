@@ -33,7 +33,7 @@ class SplitWeightsState(NamedTuple):
 
     Attributes:
       remainder: What each weight lacks, int8 or int16, with the parameters' structure and shapes.
-      zero: A scalar of the weights' type.
+      zero: A scalar, of which only the type counts: that of the weights.
       inner_state: Of the wrapped optimizer.
     """
 
@@ -55,7 +55,10 @@ def split_weights(
 
     With 24 bits a bfloat16 weight is always known to 2^-16 of its size. Where steps are smaller, as
     in fine-tuning at a rate of 1e-6, take 32 bits. Then a weight is a float32 number, and nothing
-    is lost. Rate, weight decay and all else that changes updates belong into `tx`.
+    is lost. Of float16, weights beyond 65,519 stay there, and those below 6e-5 are known to 2^-38.
+
+    Rate, weight decay and all else that changes updates or looks at their types belong into `tx`,
+    as do `optax.apply_if_finite` and `schedule_free`. Around it their results are silently wrong.
 
     Args:
       tx: Any Optax transformation. It sees float32, so its state is float32 unless it says
@@ -136,7 +139,8 @@ def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax
 
     Args:
       tx: `split_weights(...)`, alone or wrapped, say by `optax.masked` or `optax.MultiSteps`.
-      params: float32 weights; parameters that `tx` does not split may be of any type.
+      params: float32 weights, or 16-bit ones, whose remainders are zero. Parameters that `tx` does
+        not split may be of any type.
 
     Returns:
       The weights for the model, in 16 bits where `tx` splits them, and the state.
@@ -157,7 +161,9 @@ def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax
     require_transformation("tx", tx)
     state = tx.init(params)
     return _with_parts(
-        params, state, lambda wide, remainder, half: upper_part(wide, half, remainder.dtype)
+        params,
+        state,
+        lambda wide, remainder, half: upper_part(wide.astype(jnp.float32), half, remainder.dtype),
     ), state
 
 
@@ -212,7 +218,7 @@ def _with_parts(
             if name in done:
                 raise ValueError(f"{name}: the weight has two remainders; allowed: one.")
             if shape != remainder.shape:
-                given = "there is no such weight" if shape is None else f"its shape is {shape}"
+                given = "params has no such weight" if shape is None else f"its shape is {shape}"
                 raise ValueError(
                     f"{name}: {given}; expected shape {remainder.shape}, as in the state."
                 )

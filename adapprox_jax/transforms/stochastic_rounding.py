@@ -33,8 +33,8 @@ def stochastic_rounding(
     """Trains bfloat16 weights with any optimizer, rounding each new weight up or down by chance.
 
     Rounded to the nearest, a weight that a step changes by less than a 512th stands still. Here the
-    odds of up and down are such that the expected weight is the exact one. The noise costs loss in
-    long runs, which `split_weights` does not, at one byte more a parameter.
+    odds of up and down are such that the expected weight is the exact one. `split_weights` has no
+    such noise, for one byte more.
 
     Under `jax.vmap` over states all members are rounded alike.
 

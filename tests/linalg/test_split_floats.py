@@ -42,6 +42,7 @@ def test_all_parts_are_different_numbers_and_come_back(half, bits):
         upper, back = parts(wide, half, bits)
         # The last place of all is the largest number's last remainder but none.
         inside = (numbers != largest) & (numbers != -largest)
+        inside &= (numbers != 0) | (remainder >= 0)  # no size is below 0
         np.testing.assert_array_equal(upper[inside], numbers[inside])
         np.testing.assert_array_equal(back[inside], remainder)
 
@@ -70,6 +71,18 @@ def test_a_sum_is_within_the_bound(half, bits):
     normal = np.abs(wide) >= float(jnp.finfo(half).smallest_normal)
     distance = np.abs(wide - np.asarray(upper).astype(np.float32))
     assert np.all(distance[normal] <= gap[normal] * (0.5 + 2.0**-8))
+
+
+@each_kind
+def test_both_signs_are_cut_alike(half, bits):
+    """Also the middle between two 16-bit numbers, which would shift all weights to one side."""
+    numbers = uppers(half)
+    numbers = numbers[np.isfinite(numbers.astype(np.float32))].astype(np.float32)
+    wide = (numbers[1:] + numbers[:-1])[np.abs(numbers[1:]) < 1e4] / 2
+    upper, remainder = parts(wide, half, bits)
+    mirrored = parts(-wide, half, bits)
+    np.testing.assert_array_equal(upper, -mirrored[0])
+    np.testing.assert_array_equal(remainder, mirrored[1])
 
 
 @each_kind

@@ -344,7 +344,7 @@ BAD = {
     ),
     "joined with nothing": (
         lambda: join_weights({"v": HALF["w"]}, split_weights(SGD).init(HALF)),
-        "there is no such weight",
+        "params has no such weight",
     ),
     "joined as another type": (
         lambda: join_weights({"w": jnp.ones(3, jnp.float16)}, split_weights(SGD).init(HALF)),
