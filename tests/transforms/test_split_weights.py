@@ -101,6 +101,11 @@ def test_parts_stand_for_the_weight_that_was_meant_after_any_change(bits, is_fus
     of_remainder = 2.0**-16 if bits == 24 else 0
     bound = 2.0**-22 * (np.abs(before) + np.abs(meant)) + of_remainder * np.abs(meant)
     assert np.all(np.abs(after - meant) <= bound)
+    # Where another 16-bit weight is reached than was meant, the remainder leads towards it.
+    reached = np.asarray(params, np.float64)
+    missed = (np.abs(reached - meant) > 2.0**-7 * np.abs(meant)) & (reached != 0)
+    assert np.any(missed)
+    assert np.all((np.abs(after - meant) < np.abs(reached - meant))[missed])
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-40, 0.0, -0.0])
