@@ -101,8 +101,18 @@ def test_parts_stand_for_the_weight_that_was_meant_after_any_change(bits, is_fus
     of_remainder = 2.0**-16 if bits == 24 else 0
     bound = 2.0**-22 * (np.abs(before) + np.abs(meant)) + of_remainder * np.abs(meant)
     assert np.all(np.abs(after - meant) <= bound)
-    # Where another 16-bit weight is reached than was meant, the remainder leads towards it.
-    reached = np.asarray(params, np.float64)
+
+
+def test_where_another_weight_is_reached_the_remainder_leads_towards_what_was_meant():
+    """float32 rounds the difference of 1 and a far smaller negative weight."""
+    rng = np.random.default_rng(0)
+    tx = split_weights(optax.identity())
+    params, state = split(tx, jnp.asarray(rng.uniform(1 - 2.0**-10, 1, 2**16), jnp.float32))
+    before = np.asarray(join_weights(params, state))
+    added = (-before * 2.0 ** rng.uniform(-20, -14, 2**16)).astype(np.float32) - before
+    params, state = stepping(tx)(params, state, jnp.asarray(added))
+    meant = (before + added).astype(np.float64)
+    reached, after = np.asarray(params, np.float64), np.asarray(join_weights(params, state))
     missed = (np.abs(reached - meant) > 2.0**-7 * np.abs(meant)) & (reached != 0)
     assert np.any(missed)
     assert np.all((np.abs(after - meant) < np.abs(reached - meant))[missed])
