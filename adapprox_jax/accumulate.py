@@ -1,4 +1,4 @@
-"""accumulate: the mean gradient of several micro-batches, kept in three bytes a number."""
+"""accumulate: the mean gradient of several micro-batches, of 16 bits in three bytes a number."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,8 @@ import numpy as np
 
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.split_floats import REMAINDERS, joined, parts
-from adapprox_jax.params.leaves import Leaves, unzipped
+from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.transforms.in_float32 import fitting
-
-_KEPT = REMAINDERS[24]
 
 
 def accumulate(
@@ -21,8 +19,9 @@ def accumulate(
     """The value and gradients of a large batch, from micro-batches one after the other.
 
     `optax.MultiSteps` keeps a float32 gradient between micro-batches. Here a `jax.lax.scan` in one
-    step keeps a bfloat16 and a remainder of 8 bits for each number, and nothing after the step.
-    Each addition is rounded to 16 significant bits, as is a single one. Call it inside `jax.jit`.
+    step keeps nothing after the step. Within it, gradients of 16 bits are added up in bfloat16 with
+    remainders of 8 bits, so that each addition is rounded to 16 significant bits. Gradients of
+    float32 are added up in float32. Call it inside `jax.jit`.
 
     Args:
       function: From parameters and a micro-batch to a value and gradients, as
@@ -52,35 +51,40 @@ def accumulate(
     """
     count = _count_of(batches)
 
-    def add(sums: Any, batch: Any) -> tuple[Any, None]:
-        total, uppers, remainders = sums
-        value, gradients = function(params, batch)
-        total = jax.tree.map(lambda x, new: x + new.astype(x.dtype) / count, total, value)
-        sums = [
-            joined(upper, remainder) + gradient.astype(jnp.float32) / count
-            for upper, remainder, gradient in zip(
-                uppers, remainders, Leaves.of(gradients, "gradient").arrays, strict=True
-            )
-        ]
-        uppers, remainders = unzipped([parts(x, jnp.bfloat16, _KEPT) for x in sums], 2)
-        return (total, uppers, remainders), None
-
     one = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[0], x), batches)
     of_params = Leaves.of(params, "parameter")
-    value, like = _pair(jax.eval_shape(function, params, one), of_params)
-    arrays = of_params.arrays
+    value_like, like = _pair(jax.eval_shape(function, params, one), of_params)
+
+    def add(sums: Any, batch: Any) -> tuple[Any, None]:
+        total, kept = sums
+        value, gradients = function(params, batch)
+        total = jax.tree.map(lambda x, new: x + new.astype(x.dtype) / count, total, value)
+        kept = [
+            _stored(_sum_of(pair) + x.astype(wide_dtype(x.dtype)) / count, x.dtype)
+            for pair, x in zip(kept, Leaves.of(gradients).arrays, strict=True)
+        ]
+        return (total, kept), None
+
     start = (
-        jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), value),
-        [jnp.zeros_like(x, jnp.bfloat16) for x in arrays],
-        [jnp.zeros_like(x, _KEPT) for x in arrays],
+        jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), value_like),
+        [
+            _stored(jnp.zeros_like(weight, wide_dtype(x.dtype)), x.dtype)
+            for weight, x in zip(of_params.arrays, like.arrays, strict=True)
+        ],
     )
-    (total, uppers, remainders), _ = jax.lax.scan(add, start, batches)
-    value = jax.tree.map(lambda x, like: x.astype(like.dtype), total, value)
-    means = [
-        joined(upper, remainder).astype(x.dtype)
-        for upper, remainder, x in zip(uppers, remainders, like.arrays, strict=True)
-    ]
+    (total, kept), _ = jax.lax.scan(add, start, batches)
+    value = jax.tree.map(lambda x, like: x.astype(like.dtype), total, value_like)
+    means = [_sum_of(pair).astype(x.dtype) for pair, x in zip(kept, like.arrays, strict=True)]
     return value, like.filled(means)
+
+
+def _stored(total: jax.Array, dtype: np.dtype) -> tuple[jax.Array, ...]:
+    """A sum of gradients of a type, as it is kept: in two parts where they have 16 bits."""
+    return parts(total, jnp.bfloat16, REMAINDERS[24]) if dtype.itemsize == 2 else (total,)
+
+
+def _sum_of(kept: tuple[jax.Array, ...]) -> jax.Array:
+    return joined(*kept) if len(kept) == 2 else kept[0]
 
 
 def _pair(given: Any, params: Leaves) -> tuple[Any, Leaves]:

@@ -88,14 +88,13 @@ def _restored(folder: pathlib.Path, like: Any, is_split: bool) -> Any:
     if is_split:
         zero = np.zeros([], jax.tree.leaves(saved)[0].dtype)
         state = adapprox_jax.SplitWeightsState(restored["opt_state"]["remainder"], zero, ())
-        saved = adapprox_jax.join_weights(saved, state)
-    saved = jax.tree.map(lambda x: np.asarray(x, np.float32), saved)
+        saved = jax.tree.map(np.asarray, adapprox_jax.join_weights(saved, state))
     params = {**saved, "blocks": {int(k): block for k, block in saved["blocks"].items()}}
 
     def checked(path: Any, expected: Any, found: Any) -> Any:
         if not isinstance(found, np.ndarray) or found.shape != expected.shape:
             name = jax.tree_util.keystr(path)
             raise ValueError(f"it has no {name} of shape {expected.shape}, as settings.json has it")
-        return found
+        return found.astype(np.float32)
 
     return jax.tree_util.tree_map_with_path(checked, like, params)

@@ -95,7 +95,7 @@ def memory(state: TrainState) -> dict[str, float]:
     return {
         "parameters": parameters,
         "state_mib": _mib(state.opt_state),
-        "adamw_state_mib": 2 * 4 * parameters / MIB,
+        "adamw_state_mib": (2 * 4 * parameters + 4) / MIB,  # in float32, with its count
         "factored_share": sum(math.prod(info.shape) for info in report) / parameters,
     }
 
