@@ -9,8 +9,7 @@ import numpy as np
 
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.split_floats import REMAINDERS, joined, parts
-from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.transforms.in_float32 import fitting
+from adapprox_jax.params.leaves import Leaves, fitting
 
 
 def accumulate(
@@ -50,7 +49,6 @@ def accumulate(
     Source: FlashOptim (2602.23349) for the remainders.
     """
     count = _count_of(batches)
-
     one = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[0], x), batches)
     of_params = Leaves.of(params, "parameter")
     value_like, like = _pair(jax.eval_shape(function, params, one), of_params)

@@ -121,6 +121,29 @@ class Leaves:
         return state
 
 
+def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
+    """The leaves of a tree with the structure and the shapes of the parameters.
+
+    Args:
+      tree: Of arrays, abstract or not.
+      leaves: The parameters.
+      what: What a leaf of the tree is, for messages.
+
+    Raises:
+      ValueError: The structure or a shape is another one.
+      TypeError: A leaf is no real floating-point array.
+    """
+    found = Leaves.of(tree, what)
+    found.matching(leaves.tree, f"the {what}s")
+    for name, array, weight in zip(leaves.names, found.arrays, leaves.arrays, strict=True):
+        if array.shape != weight.shape:
+            raise ValueError(
+                f"{name}: the {what} has shape {array.shape}; expected {weight.shape}, as of the"
+                " weight."
+            )
+    return found
+
+
 def unzipped(tuples: Sequence[tuple[Any, ...]], length: int) -> list[list[Any]]:
     """Tuples of a length, of which there may be none, as lists."""
     return [[one[i] for one in tuples] for i in range(length)]

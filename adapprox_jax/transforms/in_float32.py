@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.leaves import Leaves, fitting
 
 
 def stepped(
@@ -38,29 +38,6 @@ def stepped(
     steps, state = tx.update(wide, state, leaves.filled(weights), **extra_args)
     moved = zip(weights, fitting(steps, leaves, "wrapped optimizer's update").arrays, strict=True)
     return [weight + step.astype(jnp.float32) for weight, step in moved], state
-
-
-def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
-    """The leaves of a tree with the structure and the shapes of the parameters.
-
-    Args:
-      tree: Of arrays, abstract or not.
-      leaves: The parameters.
-      what: What a leaf of the tree is, for messages.
-
-    Raises:
-      ValueError: The structure or a shape is another one.
-      TypeError: A leaf is no real floating-point array.
-    """
-    found = Leaves.of(tree, what)
-    found.matching(leaves.tree, f"the {what}s")
-    for name, array, weight in zip(leaves.names, found.arrays, leaves.arrays, strict=True):
-        if array.shape != weight.shape:
-            raise ValueError(
-                f"{name}: the {what} has shape {array.shape}; expected {weight.shape}, as of the"
-                " weight."
-            )
-    return found
 
 
 def difference(new: jax.Array, old: jax.Array) -> jax.Array:

@@ -65,7 +65,6 @@ def stochastic_rounding(
     require_transformation("tx", tx)
     require_integer("seed", seed, 0, 2**32 - 1)
     inner = optax.with_extra_args_support(tx)
-
     spread = jnp.uint32(seed * 0x9E3779B1 % 2**32)  # seeds in a row must not share their noise
 
     def float32_of(
