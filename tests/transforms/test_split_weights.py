@@ -160,9 +160,8 @@ def test_no_compiler_may_leave_out_a_rounding(platform):
     """XLA may drop a conversion to 16 bits where one back to float32 follows."""
     tx = split_weights(optax.adamw(1e-3))
     params, state = split(tx, weights())
-    lowered = (
-        stepping(tx).trace(params, state, gradients(1)[0]).lower(lowering_platforms=(platform,))
-    )
+    traced = stepping(tx).trace(params, state, gradients(1)[0])
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
     found = re.findall(
         r"(%\w+) = stablehlo.convert (%\w+) : \(tensor<([\dx]*)f32>\) -> tensor<\3bf16>",
         text,
