@@ -17,7 +17,7 @@ from flax.training.train_state import TrainState
 
 TX = adapprox_jax.adapprox(1e-2, max_rank=2, min_dim_size_to_factor=1)
 INPUTS = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
-FACTORED = {"q": ("x", None), "u": ("y", None), "rank": (), "error": (), "drift": (), "nu": ()}
+FACTORED = {"q": ("x", None), "u": ("y", None)}
 
 
 class NnxModel(nnx.Module):
@@ -159,7 +159,7 @@ def test_averages_in_codes_of_small_boxed_leaves_are_in_boxes(mu_dtype):
     state = tx.init(params)
     updates, after = tx.update(params, state, params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
-    assert after[2].scale["bias"].names == ()
+    assert after[2].scale["bias"] == optax.MaskedNode()
     assert updates["bias"].names == ("out",)
 
 
@@ -227,3 +227,67 @@ def test_functions_mapped_over_boxes(tx):
         "['b']['kernel']",
     }
     nnx.eval_shape(lambda optimizer, model: optimizer.update(model, params), optimizer, model)
+
+
+def test_a_sharding_for_the_state_alone():
+    """Flax' `optimizer_sharding` names axes of a parameter: factors have those that they follow."""
+    model = NnxModel(False, nnx.Rngs(0))
+    model.a.kernel = nnx.Param(model.a.kernel[...], optimizer_sharding=("x", "y"))
+    with auto_mesh():
+        optimizer = train_nnx(model)
+    for field, names in FACTORED.items():
+        variable = getattr(optimizer.opt_state[0], field)["a"]["kernel"]
+        assert variable.get_metadata()["out_sharding"] == names
+    assert optimizer.opt_state[2].mu["a"]["kernel"].get_metadata()["out_sharding"] == ("x", "y")
+
+
+RATE = optax.linear_schedule(1e-2, 0.0, 10)
+INJECT = {"hyperparam_dtype": jnp.float32}
+OF_ANY_TYPE = {
+    "schedule": adapprox_jax.adapprox(RATE, b2=adapprox_jax.increasing_decay(), mu_dtype="int4"),
+    "adaptive": adapprox_jax.adapprox(
+        1e-2, initial_rank=1, min_dim_size_to_factor=1, factor_dtype=jnp.bfloat16
+    ),
+    "guided": adapprox_jax.adapprox(1e-2, cosine_guidance=True, cautious_weight_decay=True),
+    "injected": optax.inject_hyperparams(
+        adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS, **INJECT
+    )(RATE, min_dim_size_to_factor=1),
+    "injected muon": optax.inject_hyperparams(
+        adapprox_jax.adapprox_muon, static_args=adapprox_jax.MUON_STATIC_ARGS, **INJECT
+    )(RATE, mu_dtype="int8", min_dim_size_to_factor=1),
+}
+OF_HALF = {
+    "split": adapprox_jax.split_weights(adapprox_jax.adapprox(RATE)),
+    "rounded by chance": adapprox_jax.stochastic_rounding(adapprox_jax.adapprox_muon(RATE)),
+}
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype"),
+    [
+        *((tx, dtype) for tx in OF_ANY_TYPE.values() for dtype in ("float32", "bfloat16")),
+        *((tx, "bfloat16") for tx in OF_HALF.values()),
+    ],
+)
+def test_an_update_may_be_skipped(tx, dtype):
+    """The branches of a cond must have the same types: an update changes none of its state."""
+    model = NnxModel(False, nnx.Rngs(0))
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model, nnx.Param)))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    def update(model, optimizer, grads):
+        optimizer.update(model, grads)
+
+    @nnx.jit
+    def step(model, optimizer, skip):
+        loss = lambda model: jnp.mean((model(INPUTS.astype(dtype)) - 1) ** 2)  # noqa: E731
+        grads = nnx.grad(loss)(model)
+        nnx.cond(skip, lambda *_: None, update, model, optimizer, grads)
+
+    before = list(map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer)))))
+    kernel = np.asarray(model.a.kernel, np.float32)
+    step(model, optimizer, True)
+    after = jax.tree.leaves(nnx.state((model, optimizer)))
+    jax.tree.map(np.testing.assert_array_equal, after, before)
+    step(model, optimizer, False)
+    assert np.any(np.asarray(model.a.kernel, np.float32) != kernel)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -142,6 +142,15 @@ def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
                 " weight."
             )
     return found
+
+
+def listed(arrays: Iterable[Any], leaves: Leaves) -> Any:
+    """Arrays that belong to leaves, as a tuple: it has not the structure of their tree.
+
+    For a tree without leaves it is a number, which may stand for any tuple: by such a tree
+    `optax.tree_map_params` finds out which parts of a state follow the parameters.
+    """
+    return tuple(arrays) if leaves.boxed else jnp.zeros(())
 
 
 def unzipped(tuples: Sequence[tuple[Any, ...]], length: int) -> list[list[Any]]:

@@ -28,6 +28,7 @@ from adapprox_jax.state.layout import (
     ScaleByAdapproxState,
     check_leaf,
     leaf_states,
+    second_moments,
     with_leaf_states,
 )
 from adapprox_jax.state.report import adapprox_states
@@ -265,7 +266,7 @@ class _SecondMoments:
 
     def factored(self, state: ScaleByAdapproxState) -> ScaleByAdapproxState:
         """A state that stands for these second moments."""
-        leaves = Leaves.of(_taken(self.nu, state.nu))
+        leaves = Leaves.of(_taken(self.nu, second_moments(state).tree))
         views = views_of(self.weight_dimension_numbers, leaves)
         lasts = leaf_states(state)
         for name, nu, view, last in zip(leaves.names, leaves.arrays, views, lasts, strict=True):
@@ -290,7 +291,7 @@ class _SecondMoments:
         target = APPROXIMATIONS[self.approximate].of_moment(nu)
         q, u, error, drift = with_automatic_axes(factors, like)(target, self.key)
         error, drift = error.astype(last.error.dtype), drift.astype(last.drift.dtype)
-        return LeafState(q, u, jnp.full_like(last.rank, capacity), error, drift, last.nu)
+        return LeafState(q, u, jnp.full_like(last.rank, capacity), error, drift)
 
 
 @partial(jax.jit, static_argnames=("capacity", "dtype"))

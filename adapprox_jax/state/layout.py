@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from adapprox_jax.linalg.rounding import wide_dtype
-from adapprox_jax.params.boxes import rebox_axes, unbox
-from adapprox_jax.params.leaves import Leaves, unzipped
+from adapprox_jax.params.boxes import is_box, rebox_axes, unbox
+from adapprox_jax.params.leaves import Leaves, listed, unzipped
 from adapprox_jax.params.matrix_view import MatrixView, view_shape
 from adapprox_jax.settings import RankRule, Storage, resolve_capacity
 from adapprox_jax.sharding.axes import full_along
@@ -17,9 +18,11 @@ from adapprox_jax.sharding.axes import full_along
 class ScaleByAdapproxState(NamedTuple):
     """State of `scale_by_adapprox`.
 
-    After `count` and `key` come trees with the structure of the parameters. A leaf is factored or
-    dense, and the fields of the other kind hold a scalar zero for it. `batch` is the shape of the
-    axes that are neither rows nor columns.
+    `q`, `u` and `nu` are trees with the structure of the parameters. A leaf is factored or dense,
+    and the fields of the other kind hold `optax.MaskedNode()` for it. `rank`, `error` and `drift`
+    are tuples with an array for each factored leaf: rules that shard by the paths of parameters
+    find nothing that is not shaped like these. `batch` is the shape of the axes that are neither
+    rows nor columns.
 
     Attributes:
       count: int32 scalar, updates so far.
@@ -36,43 +39,69 @@ class ScaleByAdapproxState(NamedTuple):
     key: jax.Array
     q: Any
     u: Any
-    rank: Any
-    error: Any
-    drift: Any
+    rank: tuple[Any, ...]
+    error: tuple[Any, ...]
+    drift: tuple[Any, ...]
     nu: Any
 
 
 class LeafState(NamedTuple):
-    """The trees of `ScaleByAdapproxState` for one leaf, or for one of its matrices."""
+    """The fields of `ScaleByAdapproxState` for one leaf, or for one of its matrices."""
 
-    q: Any
-    u: Any
-    rank: Any
-    error: Any
-    drift: Any
-    nu: Any
+    q: Any = optax.MaskedNode()
+    u: Any = optax.MaskedNode()
+    rank: Any = optax.MaskedNode()
+    error: Any = optax.MaskedNode()
+    drift: Any = optax.MaskedNode()
+    nu: Any = optax.MaskedNode()
 
     @property
     def is_factored(self) -> bool:
-        """Whether q and u hold the second moment, and not nu; also where `jax.vmap` has stacked."""
-        return bool(self.q.ndim > self.rank.ndim)
+        """Whether q and u hold the second moment, and not nu."""
+        return isinstance(self.nu, optax.MaskedNode)
+
+
+def second_moments(state: ScaleByAdapproxState) -> Leaves:
+    """The leaves of the parameters, each as its q or as its nu."""
+    return Leaves.of(
+        jax.tree.map(
+            lambda q, nu: nu if _is_masked(q) else q,
+            *(state.q, state.nu),
+            is_leaf=lambda x: is_box(x) or _is_masked(x),
+        )
+    )
 
 
 def leaf_states(state: ScaleByAdapproxState) -> list[LeafState]:
     """The arrays of a state, leaf by leaf."""
-    return [LeafState(*fields) for fields in zip(*(x.arrays for x in _trees(state)), strict=True)]
+    moments, factored = second_moments(state), Leaves.of(state.q)
+    if not moments.boxed:
+        return []
+    fields = factored.arrays, Leaves.of(state.u).arrays, state.rank, state.error, state.drift
+    by_path = dict(zip(factored.paths, map(LeafState, *fields), strict=True))
+    return [
+        by_path.get(path) or LeafState(nu=array)
+        for path, array in zip(moments.paths, moments.arrays, strict=True)
+    ]
 
 
 def with_leaf_states(
     state: ScaleByAdapproxState, count: jax.Array, leaves: Sequence[LeafState]
 ) -> ScaleByAdapproxState:
     """The state with other arrays, as `leaf_states` gives them, and another count."""
-    trees = zip(_trees(state), unzipped(leaves, len(LeafState._fields)), strict=True)
-    return ScaleByAdapproxState(count, state.key, *(tree.filled(x) for tree, x in trees))
+    factored = [leaf for leaf in leaves if leaf.is_factored]
+    q, u, *numbers, _ = unzipped(factored, len(LeafState._fields))
+    rank, error, drift = (listed(arrays, second_moments(state)) for arrays in numbers)
+    return ScaleByAdapproxState(
+        *(count, state.key),
+        *(Leaves.of(state.q).filled(q), Leaves.of(state.u).filled(u)),
+        *(rank, error, drift),
+        Leaves.of(state.nu).filled([leaf.nu for leaf in leaves if not leaf.is_factored]),
+    )
 
 
-def _trees(state: ScaleByAdapproxState) -> list[Leaves]:
-    return [Leaves.of(getattr(state, name)) for name in LeafState._fields]
+def _is_masked(x: Any) -> bool:
+    return isinstance(x, optax.MaskedNode)
 
 
 def init_state(
@@ -95,8 +124,12 @@ def init_state(
         _init_leaf(leaf, view, rule, storage)
         for leaf, view in zip(params.boxed, views, strict=True)
     ]
-    trees = map(params.structure.unflatten, unzipped(leaves, len(LeafState._fields)))
-    return ScaleByAdapproxState(jnp.zeros([], jnp.int32), key, *trees)
+    q, u, *numbers, nu = unzipped(leaves, len(LeafState._fields))
+    rank, error, drift = (
+        listed([x for x in field if not _is_masked(x)], params) for field in numbers
+    )
+    q, u, nu = map(params.structure.unflatten, (q, u, nu))
+    return ScaleByAdapproxState(jnp.zeros([], jnp.int32), key, q, u, rank, error, drift, nu)
 
 
 def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -> LeafState:
@@ -111,24 +144,17 @@ def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -
     capacity = resolve_capacity(rule.max_rank, rows, columns)
 
     def full(
-        shape: tuple[int, ...],
-        axes: Sequence[int | None],
-        dtype: jax.typing.DTypeLike,
-        value: int = 0,
+        shape: tuple[int, ...], axes: Sequence[int | None], dtype: jax.typing.DTypeLike
     ) -> Any:
-        return rebox_axes(param, full_along(leaf, axes, shape, value, dtype), axes)
+        return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
+
+    def number(value: int, dtype: jax.typing.DTypeLike) -> Any:
+        return full_along(leaf, view.batch, batch, value, dtype)
 
     saves = capacity > 0 and 0 not in batch
     large = min(rows, columns) >= storage.min_dim_size_to_factor
     if not (view.is_matrix and large and saves):
-        return LeafState(
-            q=full((), (), factor_dtype),
-            u=full((), (), factor_dtype),
-            rank=full((), (), jnp.int32),
-            error=full((), (), jnp.float32),
-            drift=full((), (), jnp.float32),
-            nu=full(leaf.shape, range(len(leaf.shape)), dtype),
-        )
+        return LeafState(nu=full(leaf.shape, range(len(leaf.shape)), dtype))
     (short, short_axes), (long, long_axes) = sorted(
         [(rows, view.rows), (columns, view.columns)], key=lambda side: side[0]
     )
@@ -137,10 +163,9 @@ def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -
     return LeafState(
         q=full((*batch, short, capacity), q_axes, factor_dtype),
         u=full((*batch, long, capacity), u_axes, factor_dtype),
-        rank=full(batch, view.batch, jnp.int32, rule.first(capacity)),
-        error=full(batch, view.batch, jnp.float32),
-        drift=full(batch, view.batch, jnp.float32),
-        nu=full((), (), dtype),
+        rank=number(rule.first(capacity), jnp.int32),
+        error=number(0, jnp.float32),
+        drift=number(0, jnp.float32),
     )
 
 

@@ -12,7 +12,7 @@ from adapprox_jax.argument_checks import check_concrete, require_transformation
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.sharding.axes import on_host
-from adapprox_jax.state.layout import ScaleByAdapproxState, leaf_states
+from adapprox_jax.state.layout import ScaleByAdapproxState, leaf_states, second_moments
 
 
 class RankInfo(NamedTuple):
@@ -75,7 +75,7 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
     by_name = dict(zip(params_of_state.paths, params_of_state.arrays, strict=True))
     report = {}
     for state in adapprox_states(opt_state):
-        for name, leaf in zip(Leaves.of(state.rank).paths, leaf_states(state), strict=True):
+        for name, leaf in zip(second_moments(state).paths, leaf_states(state), strict=True):
             if not leaf.is_factored:
                 continue
             if name not in by_name:

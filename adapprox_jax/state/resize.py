@@ -9,13 +9,13 @@ import numpy as np
 
 from adapprox_jax.argument_checks import check_concrete, require, require_flag, require_integer
 from adapprox_jax.linalg.srsi import fit_columns
-from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.settings import require_max_rank, resolve_capacity
 from adapprox_jax.sharding.axes import on_host
 from adapprox_jax.state.layout import (
     LeafState,
     ScaleByAdapproxState,
     leaf_states,
+    second_moments,
     with_leaf_states,
 )
 from adapprox_jax.state.report import rank_report
@@ -79,7 +79,7 @@ def resize(
     def resize_state(state: Any) -> Any:
         if not isinstance(state, ScaleByAdapproxState):
             return state
-        leaves = list(map(resize_leaf, Leaves.of(state.rank).paths, leaf_states(state)))
+        leaves = list(map(resize_leaf, second_moments(state).paths, leaf_states(state)))
         return with_leaf_states(state, state.count, leaves)
 
     resized = jax.tree.map(

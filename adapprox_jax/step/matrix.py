@@ -277,7 +277,7 @@ def new_state(
     cannot take their memory, and would have to be copied there.
     """
     u = within_range(factors.u * plan.approximation.of_scale(scale), last.u.dtype)
-    new = LeafState(factors.q, u, rank, errors.error, errors.drift, ())
+    new = LeafState(factors.q, u, rank, errors.error, errors.drift)
     is_finite = jnp.isfinite(errors.error)
     return jax.tree.map(lambda x, old: jnp.where(is_finite, x.astype(old.dtype), old), new, last)
 

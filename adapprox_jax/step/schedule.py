@@ -119,7 +119,7 @@ def _together(
         chooses = settings.rank.chooses_at(scalars.step)
         plans, stacks, lasts = [], [], []
         for given, of_leaf, view in zip(grads, states, of_matrices, strict=True):
-            own, grad, state = varying_alike((scalars, given, of_leaf._replace(nu=())))
+            own, grad, state = varying_alike((scalars, given, of_leaf))
             plans.append(_plan_of(own, grad, of_leaf, view, platform, settings))
             flat = partial(_flattened, depth=len(view.batch), batch=plans[-1].batch)
             stacks.append(flat(to_matrices(grad, view)))
@@ -129,7 +129,7 @@ def _together(
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
             batch = state.rank.shape
             scaled, new = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
-            results.append((from_matrices(scaled, view, grad.shape), new._replace(nu=state.nu)))
+            results.append((from_matrices(scaled, view, grad.shape), new))
         return results
 
     some = [grads[i] for i in factored], [states[i] for i in factored]

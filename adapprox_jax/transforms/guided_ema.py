@@ -130,12 +130,13 @@ def guided_ema(
         del params
         check_state(state, GuidedEmaState, "guided_ema")
         leaves = Leaves.of(updates, "update")
-        mu, scales = leaves.matching(state.mu), _scales_of(state, leaves)
+        mu, scales = leaves.matching(state.mu), Leaves.of(state.scale)
         counts = bool(bits or nesterov)
         if leaves.boxed:
-            _check_fields(scales is not None, not isinstance(state.step, tuple), bits, counts)
+            has_scales = type(state.scale) is not tuple or bool(state.scale)
+            _check_fields(has_scales, not isinstance(state.step, tuple), bits, counts)
         step = optax.safe_increment(state.step) if counts else ()
-        kept = mu.arrays, _arrays(scales, leaves)
+        kept = mu.arrays, _scale_of_each(scales, leaves)
         with using_mesh_of(leaves.arrays):
             results = _average_leaves(leaves.names, leaves.arrays, *kept, step, rule)
         averages, new_mu, new_scales = unzipped(results, 3)
@@ -146,7 +147,7 @@ def guided_ema(
                 for average, update, view in zip(averages, leaves.arrays, views, strict=True)
             ]
         emitted = [x.astype(u.dtype) for x, u in zip(averages, leaves.arrays, strict=True)]
-        new_scale = () if scales is None else scales.filled(new_scales)
+        new_scale = scales.filled([scale for scale in new_scales if scale is not None])
         return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step)
 
     return optax.GradientTransformation(init, update)
@@ -176,16 +177,16 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
       like: A state of `guided_ema` for these parameters.
     """
     leaves = Leaves.of(average)
-    mu, scales = leaves.matching(like.mu), _scales_of(like, leaves)
+    mu, scales = leaves.matching(like.mu), Leaves.of(like.scale)
 
     def store(average: Any, kept: Any, scale: Any) -> tuple[Any, Any]:
-        if not _is_coded(scale):
+        if scale is None:
             return jnp.asarray(average, kept.dtype), scale
         return quantize(average, bits_of(kept, average.shape))
 
-    stored = list(map(store, leaves.arrays, mu.arrays, _arrays(scales, leaves)))
+    stored = list(map(store, leaves.arrays, mu.arrays, _scale_of_each(scales, leaves)))
     new_mu, new_scales = unzipped(stored, 2)
-    scale = () if scales is None else scales.filled(new_scales)
+    scale = scales.filled([scale for scale in new_scales if scale is not None])
     return like._replace(mu=mu.filled(new_mu), scale=scale)
 
 
@@ -211,19 +212,10 @@ class _Rule:
         require_flag("nesterov", self.nesterov)
 
 
-def _scales_of(state: GuidedEmaState, leaves: Leaves) -> Leaves | None:
-    """The scales of a state that was made for codes: it has one, if of no axes, for each leaf."""
-    has_scales = not isinstance(state.scale, tuple) or bool(state.scale)
-    return leaves.matching(state.scale) if has_scales else None
-
-
-def _arrays(scales: Leaves | None, leaves: Leaves) -> list[Any]:
-    return [None] * len(leaves.boxed) if scales is None else scales.arrays
-
-
-def _is_coded(scale: Any) -> bool:
-    """Whether a leaf with this scale is kept in codes: None or a scalar says that it is not."""
-    return scale is not None and scale.ndim > 0
+def _scale_of_each(scales: Leaves, leaves: Leaves) -> list[Any]:
+    """The scales of each leaf; None for one that is not kept in codes."""
+    by_path = dict(zip(scales.paths, scales.arrays, strict=True))
+    return [by_path.get(path) for path in leaves.paths]
 
 
 def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
@@ -246,7 +238,7 @@ def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
     """Codes and scales of a zero average of one leaf; a small leaf's average, and no scale."""
     leaf = unbox(param)
     if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[block_axis(leaf.shape)] < BLOCK:
-        return jax.tree.map(jnp.zeros_like, param), rebox_axes(param, jnp.zeros(()), ())
+        return jax.tree.map(jnp.zeros_like, param), optax.MaskedNode()
     axes: list[int | None] = list(range(leaf.ndim))
     of_blocks = [None if axis == block_axis(leaf.shape) else axis for axis in axes]
     # Names in a box are taken as they are, where the blocks may not be divisible by the devices.
@@ -288,7 +280,7 @@ def _average_leaves(
     results: dict[int, tuple[Any, Any, Any]] = {}
     in_codes = {}
     for i, (name, update, mu, scale) in enumerate(zip(names, updates, mus, scales, strict=True)):
-        if rule.bits is not None and _is_coded(scale):
+        if rule.bits is not None and scale is not None:
             _check_codes(name, update, mu, rule.bits)
             in_codes[i] = update, mu, scale
         elif mu.shape != update.shape:

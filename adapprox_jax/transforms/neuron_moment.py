@@ -9,8 +9,7 @@ import optax
 
 from adapprox_jax.argument_checks import check_state, require, require_precise
 from adapprox_jax.linalg.rounding import wide_dtype
-from adapprox_jax.params.boxes import rebox_axes, unbox
-from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.leaves import Leaves, listed
 from adapprox_jax.params.matrix_view import MatrixView
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along
@@ -20,10 +19,12 @@ class ScaleByNeuronMomentState(NamedTuple):
     """State of `scale_by_neuron_moment`.
 
     Attributes:
-      nu: Averages of squares, like the parameters with rows of size 1, float32 or wider.
+      nu: Averages of squares, one array for each parameter in the order of their tree: shaped like
+        it, with rows of size 1, float32 or wider. They are no tree of the parameters, so that
+        rules that shard these by their paths leave them alone.
     """
 
-    nu: Any
+    nu: tuple[Any, ...]
 
 
 def scale_by_neuron_moment(
@@ -66,17 +67,16 @@ def scale_by_neuron_moment(
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     check_dimension_numbers(weight_dimension_numbers)
 
-    def zeros(param: Any, view: MatrixView) -> Any:
-        leaf = unbox(param)
+    def zeros(leaf: Any, view: MatrixView) -> jax.Array:
         axes = [None if axis in view.inputs else axis for axis in range(leaf.ndim)]
         shape = _shape_of_means(leaf.shape, view.inputs)
         dtype = wide_dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-        return rebox_axes(param, full_along(leaf, axes, shape, 0, dtype), axes)
+        return full_along(leaf, axes, shape, 0, dtype)
 
     def init(params: optax.Params) -> ScaleByNeuronMomentState:
         leaves = Leaves.of(params, "parameter")
         views = views_of(weight_dimension_numbers, leaves)
-        return ScaleByNeuronMomentState(leaves.structure.unflatten(map(zeros, leaves.boxed, views)))
+        return ScaleByNeuronMomentState(listed(map(zeros, leaves.arrays, views), leaves))
 
     def average(name: str, leaf: jax.Array, kept: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
         shape = _shape_of_means(leaf.shape, inputs)
@@ -96,14 +96,16 @@ def scale_by_neuron_moment(
         del params
         check_state(state, ScaleByNeuronMomentState, "scale_by_neuron_moment")
         leaves = Leaves.of(updates, "update")
-        kept, arrays = leaves.matching(state.nu), leaves.arrays
+        arrays, kept = leaves.arrays, jax.tree.leaves(state.nu) if leaves.boxed else []
+        if len(arrays) != len(kept):
+            raise ValueError(f"got {len(arrays)} updates; the state was made for {len(kept)}.")
         inputs = [view.inputs for view in views_of(weight_dimension_numbers, leaves)]
-        nu = list(map(average, leaves.names, arrays, kept.arrays, inputs))
+        nu = list(map(average, leaves.names, arrays, kept, inputs))
         scaled = [
             (x.astype(moment.dtype) / (jnp.sqrt(moment) + eps)).astype(x.dtype)
             for x, moment in zip(arrays, nu, strict=True)
         ]
-        return leaves.filled(scaled), ScaleByNeuronMomentState(kept.filled(nu))
+        return leaves.filled(scaled), ScaleByNeuronMomentState(listed(nu, leaves))
 
     return optax.GradientTransformation(init, update)
 

@@ -35,6 +35,7 @@ from adapprox_jax.state.layout import (
     check_leaf,
     init_state,
     leaf_states,
+    second_moments,
     with_leaf_states,
 )
 from adapprox_jax.step.approximation import Approximate
@@ -152,7 +153,7 @@ def scale_with(
         del params
         check_state(state, ScaleByAdapproxState, "scale_by_adapprox")
         leaves = Leaves.of(updates, "gradient")
-        leaves.matching(state.nu, "the gradients")
+        leaves.matching(second_moments(state).tree, "the gradients")
         views = views_of(weight_dimension_numbers, leaves)
         grads, lasts = leaves.arrays, leaf_states(state)
         for name, grad, view, last in zip(leaves.names, grads, views, lasts, strict=True):

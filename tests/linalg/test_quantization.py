@@ -135,12 +135,13 @@ def test_the_whole_chain_learns_and_survives_a_checkpoint(dtype, guided, tmp_pat
 
 @each_dtype
 def test_specs_of_parameters_map_over_the_state(dtype):
-    """Codes and scales lie in trees like the parameters', as sharding recipes ask for."""
-    tx = adapprox_jax.adapprox(1e-3, mu_dtype=dtype)
-    names = {name: name for name in PARAMS}
-    state = optax.tree_map_params(tx, lambda _, name: name, tx.init(PARAMS), names)
-    assert optax.tree.get(state, "mu") == names
-    assert optax.tree.get(state, "scale") == names
+    """Codes and scales lie under the paths of their parameters, as sharding recipes ask for."""
+    tx = adapprox_jax.guided_ema(mu_dtype=dtype)
+    state = optax.tree_map_params(tx, lambda leaf: leaf.ndim, tx.init(PARAMS))
+    assert state.mu == {name: len(shape) for name, shape in SHAPES.items()}
+    small = {name for name, scale in state.scale.items() if scale == optax.MaskedNode()}
+    assert small == {name for name, leaf in PARAMS.items() if leaf.size < 4096}
+    assert all(state.scale[name] == state.mu[name] for name in PARAMS.keys() - small)
 
 
 @each_dtype

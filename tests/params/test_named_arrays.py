@@ -85,4 +85,4 @@ def test_factors_follow_the_axes_that_they_belong_to():
     state = adapprox_jax.adapprox(1e-2).init(params)[0]
     assert state.q["down"].axes == (LAYERS, MODEL, Axis("adapprox_2", 8))
     assert state.u["down"].axes == (LAYERS, HIDDEN, Axis("adapprox_2", 8))
-    assert state.rank["down"].axes == (LAYERS,)
+    assert [rank.shape for rank in state.rank] == [(3,)]

@@ -144,4 +144,5 @@ def test_updates_are_those_of_one_device(mesh, settings):
         expected, expected_ranks = two_updates(lambda _, value: value, jax.jit(tx.init))
     for name in shapes:
         np.testing.assert_allclose(actual[name], expected[name], atol=1e-4 * 1e-2, err_msg=name)
-        np.testing.assert_array_equal(ranks[name], expected_ranks[name])
+    for rank, expected_rank in zip(ranks, expected_ranks, strict=True):
+        np.testing.assert_array_equal(rank, expected_rank)

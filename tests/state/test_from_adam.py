@@ -272,7 +272,7 @@ def test_masked_states_and_explicit_meshes():
         types = [jax.typeof(x) for x in jax.tree.leaves(tx.init(params))]
         assert [jax.typeof(x) for x in jax.tree.leaves(state)] == types
         resized = adapprox_jax.resize(state, 4, truncate=True)
-        assert jax.typeof(resized[0].error["kernel"]) == jax.typeof(state[0].error["kernel"])
+        assert jax.typeof(resized[0].error[0]) == jax.typeof(state[0].error[0])
 
 
 @pytest.mark.parametrize("mu_dtype", [None, "int5"])

@@ -59,3 +59,25 @@ def test_factors_are_as_small_as_promised():
     tx = adapprox_jax.adapprox(1e-3, b1=0.0, initial_rank=16, max_rank=16)
     factors = 4 * 16 * (1024 + 4096)
     assert factors <= adapprox_jax.state_nbytes(tx, params) < factors + 100
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype"),
+    [
+        (adapprox_jax.adapprox(1e-3, mu_dtype="int4", initial_rank=1), "float32"),
+        (adapprox_jax.adapprox_muon(1e-3, mu_dtype="int8"), "float32"),
+        (adapprox_jax.adapprox_muon(1e-3, second_moment=True), "float32"),
+        (adapprox_jax.split_weights(adapprox_jax.adapprox(1e-3)), "bfloat16"),
+    ],
+)
+def test_rules_for_the_paths_of_parameters_fit_the_state(tx, dtype):
+    """What lies under the path of a parameter has its number of axes, so that its spec fits."""
+    shapes = {"embedding": (512, 64), "mlp": (128, 256), "layers": (3, 128, 256), "bias": (256,)}
+    params = {name: jnp.ones(shape, dtype) for name, shape in shapes.items()}
+    seen = set()
+    for state in (tx.init(params), tx.update(params, tx.init(params), params)[1]):
+        for path, array in jax.tree_util.tree_leaves_with_path(state):
+            names = [key.key for key in path if getattr(key, "key", None) in shapes]
+            assert all(array.ndim == len(shapes[name]) for name in names), path
+            seen.update(names)
+    assert seen == shapes.keys()

@@ -44,7 +44,13 @@ def test_a_long_run_stays_within_its_own_report(settings):
         kept = jnp.maximum(state.q @ state.u.T, 0)
         target = jnp.sqrt(exact) if is_root else exact
         distance = jnp.linalg.norm(kept - target)
-        return carry, (jnp.all(finite), state.rank, distance, state.drift, jnp.linalg.norm(target))
+        return carry, (
+            jnp.all(finite),
+            state.rank[0],
+            distance,
+            state.drift[0],
+            jnp.linalg.norm(target),
+        )
 
     zeros = jnp.zeros((ROWS, COLUMNS))
     carry, records = (tx.init(zeros), zeros), []

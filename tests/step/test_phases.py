@@ -1,6 +1,7 @@
 """The step as accelerators take it, run here on the CPU, and as it is lowered for them."""
 
 import dataclasses
+import functools
 import re
 from types import SimpleNamespace
 
@@ -56,9 +57,9 @@ def test_the_schedules_take_the_same_steps(settings, in_phases):
         for name in SHAPES:
             difference = np.linalg.norm(one[name] - other[name])
             assert difference <= 1e-4 * np.linalg.norm(other[name]), name
-    for name in SHAPES:
-        np.testing.assert_array_equal(state.rank[name], expected_state.rank[name])
-        np.testing.assert_allclose(state.error[name], expected_state.error[name], rtol=1e-3)
+    jax.tree.map(np.testing.assert_array_equal, state.rank, expected_state.rank)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-3)
+    jax.tree.map(close, state.error, expected_state.error)
 
 
 def test_ranks_stay_between_the_steps_that_choose_them(in_phases):
@@ -70,9 +71,9 @@ def test_ranks_stay_between_the_steps_that_choose_them(in_phases):
     update, state = jax.jit(tx.update), tx.init(grads[0])
     seen = []
     for grad in grads:
-        state = state._replace(rank={"a": jnp.asarray(3, jnp.int32)})
+        state = state._replace(rank=(jnp.asarray(3, jnp.int32),))
         _, state = update(grad, state)
-        seen.append(int(state.rank["a"]))
+        seen.append(int(state.rank[0]))
     assert seen == [8, 3, 3, 8]
 
 
@@ -109,7 +110,7 @@ def test_a_leaf_that_is_not_finite_spoils_no_other(bad, in_phases):
     for name in "bc":
         np.testing.assert_array_equal(updates[-1][name], expected[-1][name])
         np.testing.assert_array_equal(state.q[name], expected_state.q[name])
-        np.testing.assert_array_equal(state.drift[name], expected_state.drift[name])
+    np.testing.assert_array_equal(state.drift[1:], expected_state.drift[1:])
 
 
 @pytest.mark.parametrize("magnitude", [1e-20, 1e15])

@@ -103,7 +103,7 @@ def factor(
     (rows, columns), warm = matrix.shape, previous_u is not None
     previous_u = previous_u if warm else np.zeros((columns, capacity), dtype)
     q, zero = np.zeros((rows, capacity), dtype), np.float32(0)
-    previous = LeafState(q, previous_u, np.int32(rank), zero, zero, ())
+    previous = LeafState(q, previous_u, np.int32(rank), zero, zero)
     fields = {f.name for f in dataclasses.fields(RULE)}
     of_rule = {k: v for k, v in changes.items() if k in fields}
     of_subspace = {k: v for k, v in changes.items() if k not in fields}
