@@ -22,7 +22,7 @@ LIBRARY_TESTS := -m "not slow" --ignore tests/examples --ignore tests/benchmarks
 OLDEST_TESTS := -m "not slow" --quick-compilation tests/linalg tests/optax_suite tests/optimizers tests/params \
 	tests/sharding tests/state tests/transforms tests/test_documents.py tests/test_flax.py
 
-.PHONY: train test test-all test-versions test-oldest test-newest mutants lint docs docs-serve release-check device-program on-device
+.PHONY: train test test-all test-versions test-oldest test-newest mutants lint docs docs-serve release-check device-program on-device frameworks
 
 train: $(VENV)/installed
 	$(VENV)/bin/python -m examples.gpt2.train
@@ -79,6 +79,12 @@ device-program: $(VENV_DEVICE)/installed
 # All figures of the GPU of this machine, in ten minutes after the installation.
 on-device: $(VENV_GPU)/installed
 	$(VENV_GPU)/bin/python -m benchmarks.on_device
+
+# A tiny training inside of each framework, in an environment of its own: half an hour, 7 GB.
+frameworks: $(VENV)/installed
+	$(PYTHON312) -m examples.frameworks
+	$(VENV)/bin/python -m benchmarks.report
+	@sed -n '/<!-- frameworks -->/,/<!-- end of frameworks -->/p' docs/frameworks.md
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -36,10 +36,16 @@ from examples.gpt2.train import DivergedError, train
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
 
 DECAY = 0.1
+_PROSE = pathlib.Path("/usr/share/vim/vim90/doc")  # Debian's vim-runtime
 _LARGER = Config(width=256, heads=8, eval_every=100)
+_SMALL = Config(layers=2, width=64, heads=2, context=64, eval_every=10, eval_batches=8)
 SETTINGS = {
     "code": Config(),
-    "prose": Config(data=pathlib.Path("/usr/share/vim/vim90/doc")),  # Debian's vim-runtime
+    "prose": Config(data=_PROSE),
+    "small, code": _SMALL,
+    "small, code, no warmup": dataclasses.replace(_SMALL, warmup=0),
+    "small, prose": dataclasses.replace(_SMALL, data=_PROSE),
+    "small, prose, no warmup": dataclasses.replace(_SMALL, data=_PROSE, warmup=0),
     "larger": _LARGER,
     "longer": dataclasses.replace(_LARGER, steps=4000, warmup=200, eval_every=400),
 }
@@ -91,10 +97,23 @@ def _adapprox_muon(b1: float = 0.8, others: float = 2.0, **settings: Any) -> Mak
     return _decayed(muon, b1=b1, adapprox_learning_rate_scale=others, **settings)
 
 
+def _adapprox_corrected(rate: optax.Schedule) -> optax.GradientTransformation:
+    """`adapprox` with its average divided by 1 - b1^t, as Adam's."""
+    return optax.chain(
+        adapprox_jax.scale_by_adapprox(),
+        adapprox_jax.clip_by_matrix_rms(1.0),
+        adapprox_jax.guided_ema(0.9),
+        optax.scale_by_schedule(lambda count: 1 / (1 - 0.9 ** (count + 1))),
+        optax.add_decayed_weights(DECAY, is_matrix),
+        optax.scale_by_learning_rate(rate),
+    )
+
+
 _ADAMW = _clipped(optax.scale_by_adam(b2=0.999))
 _EXACT = {"min_dim_size_to_factor": 100_000}  # no side is as long, so nothing is factored
 CONTENDERS: dict[str, Contender] = {
     "adapprox": Contender(_adapprox(), 2.4e-3),
+    "adapprox corrected average": Contender(_adapprox_corrected, 3.394112549695428e-3),
     "adapprox 8 bits": Contender(_adapprox(mu_dtype="int8"), 2.4e-3),
     "adapprox 4 bits": Contender(_adapprox(mu_dtype="int4"), 2.4e-3),
     "adapprox rank 16": Contender(_adapprox(max_rank=16), 2.4e-3),
@@ -237,7 +256,7 @@ def _revision() -> str:
 def main(
     names: Annotated[tuple[str, ...], tyro.conf.Positional],
     /,
-    setting: Literal["code", "prose", "larger", "longer"] = "code",
+    setting: Literal[*SETTINGS] = "code",  # type: ignore[valid-type]
     seeds: int = 3,
     rates: tuple[float, ...] = (),
     baseline: str | None = None,

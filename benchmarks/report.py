@@ -7,6 +7,7 @@ records is named.
 
 import contextlib
 import io
+import math
 import pathlib
 import re
 import statistics
@@ -99,6 +100,9 @@ CHANGES = {
 }
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
 WEIGHTS = ("AdamW b2 0.999, clipped", "adapprox_muon 4 bits")
+ADAMW = "AdamW b2 0.999, clipped"
+ON_THE_WAY = (10, 20, 40, 100)  # steps
+ONE_RATE = 2.4e-3 * 2**0.5
 LONGER = (
     *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
     *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
@@ -127,6 +131,8 @@ def blocks() -> dict[str, str]:
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
         "fine-tuning": _fine_tuning(),
         "split programs": _split_programs(),
+        "frameworks": _frameworks(),
+        "first minutes": _first_minutes(),
     }
     kinds = get_args(Weights)[1:]
     found["weights"] = _against("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
@@ -165,6 +171,51 @@ def _split_programs() -> str:
                 ratios.setdefault(contender, {})[device] = f"{row['ms'] / base['ms']:.2f}"
     rows = [[name, of.get("h100", ""), of.get("v5e", "")] for name, of in ratios.items()]
     return records.table(["", "H100", "TPU v5e"], rows)
+
+
+def _frameworks() -> str:
+    """Losses, bytes and resumption inside of frameworks, AdamW's first."""
+    rows, optimizers = [], list[str]()
+    for file in sorted((records.RESULTS / "frameworks").glob("*.json")):
+        record = records.read(file)
+        of = record["rows"]
+        optimizers = [row["optimizer"] for row in of]
+        sizes = " / ".join(f"{row['state bytes per parameter']:.2f}" for row in of)
+        shares = [row["share of it on one of eight devices"] for row in of]
+        exact = [row["optimizer"] for row in of if row["resumes bit for bit"]]
+        rows.append(
+            [
+                f"{record['package']} {record['version']}",
+                *(f"{row['last loss']:.2f}" for row in of),
+                sizes,
+                " / ".join(f"{share:.0%}" for share in shares),
+                "yes" if len(exact) == len(of) else ", ".join(exact) or "no",
+            ]
+        )
+    titles = ["", *optimizers, "bytes of state per parameter", "of it on one device", "resumes"]
+    return records.table(titles, rows)
+
+
+def _first_minutes() -> str:
+    """Losses on the way of a small model, at one rate for all and at each one's best."""
+    runs = loss_tables.read(PICTURES / "first_minutes.jsonl")
+    best = loss_tables.summarize(runs)
+    rows = []
+    for setting, name in sorted(best):
+        rates = {ONE_RATE} if name == ADAMW else {ONE_RATE, best[setting, name].rate}
+        for rate in sorted(rates):
+            of_rate = [
+                run
+                for run in runs
+                if (run["setting"], run["contender"]) == (setting, name)
+                and math.isclose(run["settings"]["learning_rate"], rate)
+            ]
+            curves = [dict(map(tuple, run["curve"])) for run in of_rate]
+            means = [statistics.mean(curve[step] for curve in curves) for step in ON_THE_WAY]
+            end = loss_tables.with_error([loss_tables.loss_of(run) for run in of_rate])
+            rows.append([setting, name, f"{rate:.2g}", *(f"{mean:.2f}" for mean in means), end])
+    titles = ["", "", "peak rate", *(f"step {step}" for step in ON_THE_WAY), "step 400"]
+    return records.table(titles, rows)
 
 
 def _against(file: str, of_base: dict[str, Sequence[str]]) -> str:

@@ -135,7 +135,11 @@ def test_a_real_run_is_recorded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("names", "arguments", "words"),
     [
-        (("Lion",), {}, r"contenders are \['Lion'\]; allowed: adapprox; adapprox 8 bits"),
+        (
+            ("Lion",),
+            {},
+            r"contenders are \['Lion'\]; allowed: adapprox; adapprox corrected average",
+        ),
         ((), {}, r"contenders are \[\]; allowed: "),
         (("CAME",), {"baseline": "Muon"}, "--baseline is 'Muon'; allowed: CAME"),
         (("CAME",), {"seeds": 0}, "seeds=0, .*; allowed: at least 1 seed"),
