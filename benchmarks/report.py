@@ -188,11 +188,11 @@ def _frameworks() -> str:
                 f"{record['package']} {record['version']}",
                 *(f"{row['last loss']:.2f}" for row in of),
                 sizes,
-                " / ".join(f"{share:.0%}" for share in shares),
+                " / ".join(f"{share:.1%}" for share in shares),
                 "yes" if len(exact) == len(of) else ", ".join(exact) or "no",
             ]
         )
-    titles = ["", *optimizers, "bytes of state per parameter", "of it on one device", "resumes"]
+    titles = ["", *optimizers, "bytes of state per parameter", "share on one device", "resumes"]
     return records.table(titles, rows)
 
 

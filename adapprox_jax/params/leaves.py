@@ -144,13 +144,34 @@ def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
     return found
 
 
-def listed(arrays: Iterable[Any], leaves: Leaves) -> Any:
-    """Arrays that belong to leaves, as a tuple: it has not the structure of their tree.
+def as_tuple(arrays: Iterable[Any], has_leaves: bool) -> tuple[Any, ...] | jax.Array:
+    """Arrays of leaves as a tuple, which does not have the structure of the parameters.
 
-    For a tree without leaves it is a number, which may stand for any tuple: by such a tree
-    `optax.tree_map_params` finds out which parts of a state follow the parameters.
+    Without leaves a scalar: `optax.tree_map_params` makes a state for a placeholder without leaves,
+    and a scalar there matches a tuple of any length.
     """
-    return tuple(arrays) if leaves.boxed else jnp.zeros(())
+    return tuple(arrays) if has_leaves else jnp.zeros(())
+
+
+def from_tuple(kept: Any, count: int, what: str) -> list[Any]:
+    """The arrays of `as_tuple`.
+
+    Args:
+      kept: The tuple, or a list, as some checkpoints give it back.
+      count: How many leaves it is for.
+      what: What it holds, for the message.
+
+    Raises:
+      ValueError: It is something else, or of another length.
+    """
+    arrays = list(kept) if isinstance(kept, tuple | list) else []
+    if len(arrays) != count:
+        found = len(arrays) if isinstance(kept, tuple | list) else f"a {type(kept).__name__}"
+        raise ValueError(
+            f"the state's {what}: got {found}; expected a tuple of {count}. Was the state made for"
+            " other parameters, or by another version?"
+        )
+    return arrays
 
 
 def unzipped(tuples: Sequence[tuple[Any, ...]], length: int) -> list[list[Any]]:

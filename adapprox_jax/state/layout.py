@@ -9,7 +9,7 @@ import optax
 
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.boxes import is_box, rebox_axes, unbox
-from adapprox_jax.params.leaves import Leaves, listed, unzipped
+from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple, unzipped
 from adapprox_jax.params.matrix_view import MatrixView, view_shape
 from adapprox_jax.settings import RankRule, Storage, resolve_capacity
 from adapprox_jax.sharding.axes import full_along
@@ -20,18 +20,18 @@ class ScaleByAdapproxState(NamedTuple):
 
     `q`, `u` and `nu` are trees with the structure of the parameters. A leaf is factored or dense,
     and the fields of the other kind hold `optax.MaskedNode()` for it. `rank`, `error` and `drift`
-    are tuples with an array for each factored leaf: rules that shard by the paths of parameters
-    find nothing that is not shaped like these. `batch` is the shape of the axes that are neither
-    rows nor columns.
+    are tuples with an array for each factored leaf, in the order of the leaves of `q`: so rules for
+    the paths of parameters meet no scalars. Without parameters they are a scalar. `batch` is the
+    shape of the axes that are neither rows nor columns.
 
     Attributes:
       count: int32 scalar, updates so far.
       key: uint32 data of the random key: typed keys do not survive every checkpoint.
       q: (*batch, shorter side, capacity), columns from `rank` on are zero.
       u: (*batch, longer side, capacity).
-      rank: int32 (*batch), columns in use.
-      error: float32 (*batch), the paper's xi when it was measured last.
-      drift: float32 (*batch), estimates the distance from the exact second moment.
+      rank: Of each factored leaf, int32 (*batch): columns in use.
+      error: Likewise, float32: the paper's xi when it was measured last.
+      drift: Likewise, float32: estimates the distance from the exact second moment.
       nu: Second moment of the dense leaves, with the leaf's shape.
     """
 
@@ -39,9 +39,9 @@ class ScaleByAdapproxState(NamedTuple):
     key: jax.Array
     q: Any
     u: Any
-    rank: tuple[Any, ...]
-    error: tuple[Any, ...]
-    drift: tuple[Any, ...]
+    rank: tuple[Any, ...] | jax.Array
+    error: tuple[Any, ...] | jax.Array
+    drift: tuple[Any, ...] | jax.Array
     nu: Any
 
 
@@ -77,7 +77,9 @@ def leaf_states(state: ScaleByAdapproxState) -> list[LeafState]:
     moments, factored = second_moments(state), Leaves.of(state.q)
     if not moments.boxed:
         return []
-    fields = factored.arrays, Leaves.of(state.u).arrays, state.rank, state.error, state.drift
+    count = len(factored.boxed)
+    numbers = (from_tuple(getattr(state, x), count, x) for x in ("rank", "error", "drift"))
+    fields = factored.arrays, Leaves.of(state.u).arrays, *numbers
     by_path = dict(zip(factored.paths, map(LeafState, *fields), strict=True))
     return [
         by_path.get(path) or LeafState(nu=array)
@@ -91,7 +93,7 @@ def with_leaf_states(
     """The state with other arrays, as `leaf_states` gives them, and another count."""
     factored = [leaf for leaf in leaves if leaf.is_factored]
     q, u, *numbers, _ = unzipped(factored, len(LeafState._fields))
-    rank, error, drift = (listed(arrays, second_moments(state)) for arrays in numbers)
+    rank, error, drift = (as_tuple(arrays, bool(leaves)) for arrays in numbers)
     return ScaleByAdapproxState(
         *(count, state.key),
         *(Leaves.of(state.q).filled(q), Leaves.of(state.u).filled(u)),
@@ -126,7 +128,7 @@ def init_state(
     ]
     q, u, *numbers, nu = unzipped(leaves, len(LeafState._fields))
     rank, error, drift = (
-        listed([x for x in field if not _is_masked(x)], params) for field in numbers
+        as_tuple([x for x in field if not _is_masked(x)], bool(leaves)) for field in numbers
     )
     q, u, nu = map(params.structure.unflatten, (q, u, nu))
     return ScaleByAdapproxState(jnp.zeros([], jnp.int32), key, q, u, rank, error, drift, nu)

@@ -42,8 +42,9 @@ class GuidedEmaState(NamedTuple):
 
     Attributes:
       mu: Running average of the updates, with the structure and shapes of the parameters.
-      scale: Of an average in codes: of each block of `mu`, which then holds codes.
-      step: Of those, and with Nesterov's momentum: updates so far, int32 scalar.
+      scale: If `mu` holds codes, the bfloat16 scales of their blocks, and `optax.MaskedNode()` for
+        leaves that are too small for codes; else ().
+      step: Updates so far, int32 scalar, if `mu` holds codes or with `nesterov`; else ().
     """
 
     mu: Any
@@ -235,7 +236,7 @@ def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
 
 
 def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
-    """Codes and scales of a zero average of one leaf; a small leaf's average, and no scale."""
+    """Codes and scales of a zero average of one leaf; of a small one the average and no scales."""
     leaf = unbox(param)
     if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[block_axis(leaf.shape)] < BLOCK:
         return jax.tree.map(jnp.zeros_like, param), optax.MaskedNode()
@@ -283,6 +284,8 @@ def _average_leaves(
         if rule.bits is not None and scale is not None:
             _check_codes(name, update, mu, rule.bits)
             in_codes[i] = update, mu, scale
+        elif not jnp.issubdtype(mu.dtype, jnp.floating):
+            raise ValueError(f"{name}: the state has codes without scales. Was it loaded in part?")
         elif mu.shape != update.shape:
             raise ValueError(
                 f"{name}: the update has shape {update.shape}; the state's average has {mu.shape}."

@@ -9,7 +9,7 @@ import optax
 
 from adapprox_jax.argument_checks import check_state, require, require_precise
 from adapprox_jax.linalg.rounding import wide_dtype
-from adapprox_jax.params.leaves import Leaves, listed
+from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple
 from adapprox_jax.params.matrix_view import MatrixView
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along
@@ -19,12 +19,12 @@ class ScaleByNeuronMomentState(NamedTuple):
     """State of `scale_by_neuron_moment`.
 
     Attributes:
-      nu: Averages of squares, one array for each parameter in the order of their tree: shaped like
-        it, with rows of size 1, float32 or wider. They are no tree of the parameters, so that
-        rules that shard these by their paths leave them alone.
+      nu: Averages of squares, an array for each parameter in the order of their tree: shaped like
+        it, with rows of size 1, float32 or wider. A tuple, so that rules for the paths of
+        parameters do not match; without parameters a scalar.
     """
 
-    nu: tuple[Any, ...]
+    nu: tuple[Any, ...] | jax.Array
 
 
 def scale_by_neuron_moment(
@@ -76,7 +76,9 @@ def scale_by_neuron_moment(
     def init(params: optax.Params) -> ScaleByNeuronMomentState:
         leaves = Leaves.of(params, "parameter")
         views = views_of(weight_dimension_numbers, leaves)
-        return ScaleByNeuronMomentState(listed(map(zeros, leaves.arrays, views), leaves))
+        return ScaleByNeuronMomentState(
+            as_tuple(map(zeros, leaves.arrays, views), bool(leaves.boxed))
+        )
 
     def average(name: str, leaf: jax.Array, kept: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
         shape = _shape_of_means(leaf.shape, inputs)
@@ -96,16 +98,17 @@ def scale_by_neuron_moment(
         del params
         check_state(state, ScaleByNeuronMomentState, "scale_by_neuron_moment")
         leaves = Leaves.of(updates, "update")
-        arrays, kept = leaves.arrays, jax.tree.leaves(state.nu) if leaves.boxed else []
-        if len(arrays) != len(kept):
-            raise ValueError(f"got {len(arrays)} updates; the state was made for {len(kept)}.")
+        arrays = leaves.arrays
+        if not arrays:
+            return updates, state
+        kept = from_tuple(state.nu, len(arrays), "means of neurons")
         inputs = [view.inputs for view in views_of(weight_dimension_numbers, leaves)]
         nu = list(map(average, leaves.names, arrays, kept, inputs))
         scaled = [
             (x.astype(moment.dtype) / (jnp.sqrt(moment) + eps)).astype(x.dtype)
             for x, moment in zip(arrays, nu, strict=True)
         ]
-        return leaves.filled(scaled), ScaleByNeuronMomentState(listed(nu, leaves))
+        return leaves.filled(scaled), ScaleByNeuronMomentState(tuple(nu))
 
     return optax.GradientTransformation(init, update)
 

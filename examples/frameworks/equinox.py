@@ -32,7 +32,7 @@ def loss_and_grads(model: eqx.nn.MLP, text: jax.Array) -> jax.Array:
 
 def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) -> Trained:
     model = jax.tree.map(sharded, eqx.nn.MLP(8 * 256, 256, 256, depth=2, key=jax.random.key(0)))
-    params = eqx.filter(model, eqx.is_array)
+    params = eqx.filter(model, eqx.is_inexact_array)
     shardings = adapprox_jax.state_shardings(tx, params)
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     done, file, losses = 0, folder / "checkpoint.eqx", []
@@ -52,7 +52,7 @@ def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) ->
         losses.append(float(loss))
     folder.mkdir(exist_ok=True)
     eqx.tree_serialise_leaves(file, (steps, model, state))
-    return Trained(losses, eqx.filter(model, eqx.is_array), state)
+    return Trained(losses, eqx.filter(model, eqx.is_inexact_array), state)
 
 
 if __name__ == "__main__":

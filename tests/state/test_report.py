@@ -61,6 +61,31 @@ def test_factors_are_as_small_as_promised():
     assert factors <= adapprox_jax.state_nbytes(tx, params) < factors + 100
 
 
+def test_states_in_other_containers():
+    """A checkpoint may give a list back; numbers by name were those of an earlier version."""
+    params = {"a": jnp.ones((64, 96)), "b": jnp.ones((64, 80)), "bias": jnp.ones(96)}
+    tx = adapprox_jax.scale_by_adapprox()
+    state = tx.init(params)
+    expected, _ = tx.update(params, state)
+    as_lists = state._replace(rank=list(state.rank), error=list(state.error))
+    jax.tree.map(np.testing.assert_array_equal, tx.update(params, as_lists)[0], expected)
+    for bad in (dict(zip("ab", state.rank, strict=True)), state.rank[:1]):
+        with pytest.raises(ValueError, match=r"the state's rank: got .*; expected a tuple of 2"):
+            tx.update(params, state._replace(rank=bad))
+    of_neurons = adapprox_jax.scale_by_neuron_moment()
+    with pytest.raises(ValueError, match="means of neurons: got 3; expected a tuple of 1"):
+        of_neurons.update({"a": params["a"]}, of_neurons.init(params))
+
+
+def test_codes_without_scales_are_refused():
+    tx = adapprox_jax.guided_ema(mu_dtype="int8")
+    params = {"a": jnp.ones((64, 96)), "b": jnp.ones((64, 80))}
+    state = tx.init(params)
+    part = {"a": optax.MaskedNode(), "b": state.scale["b"]}
+    with pytest.raises(ValueError, match=r"\['a'\]: the state has codes without scales"):
+        tx.update(params, state._replace(scale=part))
+
+
 @pytest.mark.parametrize(
     ("tx", "dtype"),
     [
