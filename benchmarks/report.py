@@ -7,7 +7,6 @@ records is named.
 
 import contextlib
 import io
-import math
 import pathlib
 import re
 import statistics
@@ -100,9 +99,7 @@ CHANGES = {
 }
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
 WEIGHTS = ("AdamW b2 0.999, clipped", "adapprox_muon 4 bits")
-ADAMW = "AdamW b2 0.999, clipped"
 ON_THE_WAY = (10, 20, 40, 100)  # steps
-ONE_RATE = 2.4e-3 * 2**0.5
 LONGER = (
     *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
     *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
@@ -175,11 +172,10 @@ def _split_programs() -> str:
 
 def _frameworks() -> str:
     """Losses, bytes and resumption inside of frameworks, AdamW's first."""
-    rows, optimizers = [], list[str]()
+    rows = []
     for file in sorted((records.RESULTS / "frameworks").glob("*.json")):
         record = records.read(file)
         of = record["rows"]
-        optimizers = [row["optimizer"] for row in of]
         sizes = " / ".join(f"{row['state bytes per parameter']:.2f}" for row in of)
         shares = [row["share of it on one of eight devices"] for row in of]
         exact = [row["optimizer"] for row in of if row["resumes bit for bit"]]
@@ -192,28 +188,29 @@ def _frameworks() -> str:
                 "yes" if len(exact) == len(of) else ", ".join(exact) or "no",
             ]
         )
-    titles = ["", *optimizers, "bytes of state per parameter", "share on one device", "resumes"]
+    titles = [
+        "",
+        *(row["optimizer"] for row in of),
+        "bytes of state per parameter",
+        "share on one device",
+        "resumes",
+    ]
     return records.table(titles, rows)
 
 
 def _first_minutes() -> str:
-    """Losses on the way of a small model, at one rate for all and at each one's best."""
-    runs = loss_tables.read(PICTURES / "first_minutes.jsonl")
-    best = loss_tables.summarize(runs)
+    """Losses on the way of a small model, at the two rates that are best for one of them."""
+    found: dict[tuple[str, str, str], list[dict]] = {}
+    for run in loss_tables.read(PICTURES / "first_minutes.jsonl"):
+        rate = f"{run['settings']['learning_rate']:.2g}"
+        if rate in ("0.0034", "0.0048"):
+            found.setdefault((run["setting"], run["contender"], rate), []).append(run)
     rows = []
-    for setting, name in sorted(best):
-        rates = {ONE_RATE} if name == ADAMW else {ONE_RATE, best[setting, name].rate}
-        for rate in sorted(rates):
-            of_rate = [
-                run
-                for run in runs
-                if (run["setting"], run["contender"]) == (setting, name)
-                and math.isclose(run["settings"]["learning_rate"], rate)
-            ]
-            curves = [dict(map(tuple, run["curve"])) for run in of_rate]
-            means = [statistics.mean(curve[step] for curve in curves) for step in ON_THE_WAY]
-            end = loss_tables.with_error([loss_tables.loss_of(run) for run in of_rate])
-            rows.append([setting, name, f"{rate:.2g}", *(f"{mean:.2f}" for mean in means), end])
+    for key in sorted(found):
+        curves = [dict(map(tuple, run["curve"])) for run in found[key]]
+        means = [statistics.mean(curve[step] for curve in curves) for step in ON_THE_WAY]
+        end = loss_tables.with_error([loss_tables.loss_of(run) for run in found[key]])
+        rows.append([*key, *(f"{mean:.2f}" for mean in means), end])
     titles = ["", "", "peak rate", *(f"step {step}" for step in ON_THE_WAY), "step 400"]
     return records.table(titles, rows)
 

@@ -94,12 +94,10 @@ def with_leaf_states(
     factored = [leaf for leaf in leaves if leaf.is_factored]
     q, u, *numbers, _ = unzipped(factored, len(LeafState._fields))
     rank, error, drift = (as_tuple(arrays, bool(leaves)) for arrays in numbers)
-    return ScaleByAdapproxState(
-        *(count, state.key),
-        *(Leaves.of(state.q).filled(q), Leaves.of(state.u).filled(u)),
-        *(rank, error, drift),
-        Leaves.of(state.nu).filled([leaf.nu for leaf in leaves if not leaf.is_factored]),
-    )
+    dense = [leaf.nu for leaf in leaves if not leaf.is_factored]
+    trees = ((state.q, q), (state.u, u), (state.nu, dense))
+    q, u, nu = (Leaves.of(tree).filled(arrays) for tree, arrays in trees)
+    return ScaleByAdapproxState(count, state.key, q, u, rank, error, drift, nu)
 
 
 def _is_masked(x: Any) -> bool:
