@@ -5,6 +5,7 @@ from adapprox_jax.linalg.quantization import dequantize, quantize
 from adapprox_jax.linalg.srsi import srsi
 from adapprox_jax.optimizers.adapprox import PAPER, adapprox
 from adapprox_jax.optimizers.adapprox_muon import adapprox_muon
+from adapprox_jax.params.head_by_head import head_by_head
 from adapprox_jax.params.hidden_matrices import hidden_matrices, muon_report
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers
 from adapprox_jax.schedules import increasing_decay, sampling_threshold, sigmoid_growth
@@ -53,6 +54,7 @@ __all__ = [
     "from_adam",
     "grow",
     "guided_ema",
+    "head_by_head",
     "hidden_matrices",
     "increasing_decay",
     "join_weights",

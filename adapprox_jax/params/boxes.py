@@ -78,6 +78,11 @@ def named_axes(box: Any) -> tuple[Any, ...]:
     return tuple(getattr(found[0], "spec", found[0])) if found else ()
 
 
+def haliax_names(box: Any) -> tuple[str, ...]:
+    """The names that haliax has for the axes of an array; none for all that is no `NamedArray`."""
+    return tuple(axis.name for axis in box.axes) if _is_named_array(box) else ()
+
+
 def select_axes(names: Any, axes: Sequence[int | None]) -> tuple[Any, ...]:
     """The entries of `names`, one for each axis or fewer, at `axes`; None for a new axis."""
     names = tuple(getattr(names, "spec", names))  # a NamedSharding has its names in its spec

@@ -12,7 +12,7 @@ import optax
 from adapprox_jax.params.boxes import is_box, unbox
 from adapprox_jax.params.known_axes import KnownAxes, known_axes
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import MatrixView, view_shape
+from adapprox_jax.params.matrix_view import MatrixView, fused_shape, view_shape
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 
 # What `adapprox_muon` does with a leaf; the names of the two parts of its state.
@@ -147,7 +147,7 @@ def resolve_selection(
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> str:
     """What a leaf is seen as: '32 of 4096 x 1024' is a stack."""
     first = "" if view.inputs_are_rows else ", outputs first"
-    batch, rows, columns = view_shape(shape, view)
+    batch, rows, columns = fused_shape(shape, view)
     stacked = f"{math.prod(batch)} of " if batch else ""
     return f"{stacked}{rows} x {columns}{first}"
 

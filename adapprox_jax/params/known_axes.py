@@ -1,4 +1,4 @@
-"""What names say of axes: of heads in attention kernels, and of layers that are stacked.
+"""What names say of axes: heads in attention kernels, stacked layers, and fused matrices.
 
 An attention kernel is one matrix, that of its product: the model's size by the number of heads
 times their size. Names and orders of axes are those of Flax, MaxText, Tunix and Gemma.
@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
+from adapprox_jax.params.boxes import haliax_names
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, default_axes
 
@@ -16,8 +17,13 @@ _Module: TypeAlias = tuple[str, ...]  # the words of its path
 _FROM_MODEL = re.compile(r"^(w?(q|k|v|kv|qkv)(_[ab])?(_proj|_einsum)?|query|key|value)$")
 _TO_MODEL = re.compile(r"^(out|o_proj|out_proj|wo|attn_vec_einsum)$")
 _ATTENTION = re.compile(r"attn|attention")
+_QKV = re.compile(r"^(w|to_|c_)?(qkv|attn)(_proj)?$")  # with 3 of one size, one after the other
+_GATE_AND_UP = re.compile(r"^(gate_up|up_gate)(_proj)?$")  # 2 of them
 _KERNELS = ("kernel", "w", "weight")
 _OUTPUTS_FIRST = "weight"  # of PyTorch, Equinox and Levanter; Flax and Haiku say kernel and w
+_TO_EMBED = re.compile(r"^(down|c)_proj$")  # beside _TO_MODEL, in Levanter
+_STACKED = re.compile(r"^(layers?|blocks?|experts?|qkv)$")  # names of haliax' axes
+_CONV1D = re.compile(r"^c_(attn|fc|proj)$")  # of transformers' GPT-2: outputs first
 _LONGEST_HEAD = 512  # a longer axis is of heads that are merged already
 
 
@@ -35,13 +41,18 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     that ends in "einsum". One back to the model is (heads, size, model). Layers, or queries, keys
     and values, may be stacked along any axis before the size of heads. Kernels from the model tell
     which axis that is, because the model is larger than what is stacked. Layers are then stacked
-    along the same axis in all leaves of the module around them.
+    along the same axis in all leaves of the module around them. The axes of haliax' arrays have
+    names of their own, which come first.
     """
     roles = list(map(_role, leaves.words))
     shapes = [leaf.shape for leaf in leaves.arrays]
     known = [KnownAxes()] * len(shapes)
     stacked: dict[_Module, tuple[int, ...] | None] = {}  # of a module with a kernel from the model
     layers: dict[_Module, tuple[int, int]] = {}  # axis and size, of a module and those around it
+    is_conv1d = any(
+        role == "c_attn" and shape[-2:] == (3 * shape[-1], shape[-1])
+        for (_, role), shape in zip(roles, shapes, strict=True)
+    )
     for i, (module, role) in enumerate(roles):
         if _FROM_MODEL.search(role):
             numbers, batch = _from_model(role, shapes[i])
@@ -59,9 +70,17 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         axis, size = next((layers[outer] for outer in around if outer in layers), (0, -1))
         if shapes[i][axis : axis + 1] == (size,):
             known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
-        if leaves.words[i][-1:] == [_OUTPUTS_FIRST]:
+        if leaves.words[i][-1:] == [_OUTPUTS_FIRST] or (is_conv1d and _CONV1D.search(role)):
             known[i] = known[i]._replace(numbers=_outputs_first(known[i].numbers, shapes[i]))
+        known[i] = known[i]._replace(numbers=_in_parts(role, known[i].numbers, shapes[i]))
+        known[i] = _of_named_axes(role, haliax_names(leaves.boxed[i])) or known[i]
     return known
+
+
+def is_from_model(words: Sequence[str]) -> bool:
+    """Whether a leaf's path names queries, keys or values, alone or fused."""
+    _, role = _role(words)
+    return bool(_FROM_MODEL.search(role) or _QKV.search(role))
 
 
 def _role(words: Sequence[str]) -> tuple[_Module, str]:
@@ -109,6 +128,35 @@ def _outputs_first(
     ):
         return numbers
     return MatrixDimensionNumbers(numbers.columns, numbers.rows)
+
+
+def _in_parts(
+    role: str, numbers: MatrixDimensionNumbers | None, shape: tuple[int, ...]
+) -> MatrixDimensionNumbers | None:
+    """The same matrices, with parts along the outputs where a name says that they are fused."""
+    parts = 3 if _QKV.search(role) else 2 if _GATE_AND_UP.search(role) else 1
+    if parts == 1 or len(shape) < 2:
+        return numbers
+    fused = numbers or MatrixDimensionNumbers(*default_axes(shape))
+    if isinstance(fused.rows, Sequence) or isinstance(fused.columns, Sequence):
+        return numbers  # heads have an axis
+    inputs, outputs = shape[fused.rows], shape[fused.columns]
+    # Fewer keys than queries are not told from the shape.
+    is_whole = outputs == 3 * inputs if parts == 3 else outputs % 2 == 0
+    return fused._replace(column_parts=parts) if is_whole else numbers
+
+
+def _of_named_axes(role: str, names: Sequence[str]) -> KnownAxes | None:
+    """What the names that Levanter gives to axes say of a kernel; None if it has none of these."""
+    stacked = [axis for axis, name in enumerate(names) if _STACKED.search(name)]
+    model = [axis for axis, name in enumerate(names) if name == "embed"]
+    others = [axis for axis in range(len(names)) if axis not in stacked + model]
+    if len(model) != 1 or not others:
+        return None
+    layers = next((axis for axis in stacked if names[axis].startswith(("layer", "block"))), None)
+    ends_in_model = _TO_MODEL.search(role) or _TO_EMBED.search(role)
+    sides = (others, model) if ends_in_model else (model, others)
+    return KnownAxes(MatrixDimensionNumbers(*sides), layers)
 
 
 def _within_layers(shape: tuple[int, ...], layers: int) -> MatrixDimensionNumbers | None:

@@ -17,10 +17,15 @@ class MatrixDimensionNumbers(NamedTuple):
     Attributes:
       rows: One axis or several; none, (), keeps a dense second moment of the leaf.
       columns: Likewise.
+      row_parts: Fused matrices of one size, one after the other along the rows. Each becomes
+        orthogonal by itself; second moments are of all of them together.
+      column_parts: Likewise along the columns: 3 for queries, keys and values side by side.
     """
 
     rows: int | Sequence[int] = 0
     columns: int | Sequence[int] = 1
+    row_parts: int = 1
+    column_parts: int = 1
 
 
 class MatrixView(NamedTuple):
@@ -30,11 +35,13 @@ class MatrixView(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     inputs_are_rows: bool = True  # else what was given as rows came later than the columns
+    row_parts: int = 1
+    column_parts: int = 1
 
     def stacked(self) -> "MatrixView":
         """The view of leaves that are stacked along a new first axis."""
         batch, rows, columns = (tuple(axis + 1 for axis in axes) for axes in self[:3])
-        return MatrixView((0, *batch), rows, columns, self.inputs_are_rows)
+        return self._replace(batch=(0, *batch), rows=rows, columns=columns)
 
     @property
     def is_matrix(self) -> bool:
@@ -83,22 +90,32 @@ def matrix_view(
             return MatrixView(tuple(range(ndim)), (), ())
         rows, columns = (_axes(axis, shape) for axis in default_axes(shape))
     else:
-        rows, columns = (_axes(side, shape) for side in dimension_numbers)
+        rows, columns = (_axes(side, shape) for side in dimension_numbers[:2])
         named = rows + columns
         if not named:
             raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
         if len(set(named)) != len(named):
             raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
+    parts = (1, 1) if dimension_numbers is None else tuple(dimension_numbers[2:])
+    for side, axes, count in zip(("row", "column"), (rows, columns), parts, strict=True):
+        _check_parts(side, count, _size(shape, axes), shape)
     batch = tuple(axis for axis in range(ndim) if axis not in rows + columns)
     if rows and columns and min(rows) > min(columns):
-        return MatrixView(batch, columns, rows, inputs_are_rows=False)
-    return MatrixView(batch, rows, columns)
+        return MatrixView(batch, columns, rows, False, *reversed(parts))
+    return MatrixView(batch, rows, columns, True, *parts)
 
 
 def view_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ...], int, int]:
     """Batch shape, rows and columns of a leaf of this shape."""
     batch = tuple(shape[axis] for axis in view.batch)
     return batch, _size(shape, view.rows), _size(shape, view.columns)
+
+
+def fused_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ...], int, int]:
+    """Batch shape, rows and columns of each of the matrices that are fused in a leaf."""
+    batch, rows, columns = view_shape(shape, view)
+    parts = tuple(count for count in (view.row_parts, view.column_parts) if count > 1)
+    return (*batch, *parts), rows // view.row_parts, columns // view.column_parts
 
 
 def to_matrices(leaf: jax.Array, view: MatrixView) -> jax.Array:
@@ -138,6 +155,15 @@ def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
                 f" {len(shape)} axes."
             )
     return tuple(int(axis) % len(shape) for axis in listed)
+
+
+def _check_parts(side: str, parts: int, size: int, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where a side cannot be cut into parts of one size."""
+    if not isinstance(parts, int | np.integer) or parts < 1 or size % parts:
+        raise ValueError(
+            f"weight_dimension_numbers has {side}_parts={parts!r} for a leaf of shape {shape};"
+            f" allowed: divisors of its {size} {side}s."
+        )
 
 
 def _size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:

@@ -1,7 +1,7 @@
 """orthogonalize: matrices made nearly orthogonal, those of one shape together."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -12,7 +12,12 @@ from adapprox_jax.argument_checks import require_integer
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
+from adapprox_jax.params.matrix_view import (
+    MatrixView,
+    from_matrices,
+    to_matrices,
+    view_shape,
+)
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
@@ -33,7 +38,8 @@ def orthogonalize(
 
     Args:
       steps: Of the iteration, at least 1.
-      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+      weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`, and
+        how many fused matrices it has, as `MatrixDimensionNumbers` says.
 
     Returns:
       An `optax.GradientTransformation` without state.
@@ -80,10 +86,18 @@ def _of_leaves(
     results = list(leaves)
     full = [i for i, leaf in enumerate(leaves) if leaf.size]
     stacks = [_lying(leaves[i], views[i]) for i in full]
-    directions = on_platform(partial(_of_stacks, steps), stacks)
+    parts = [_parts(leaves[i], views[i]) for i in full]
+    directions = on_platform(partial(_of_stacks, steps, parts), stacks)
     for i, stack in zip(full, directions, strict=True):
         results[i] = _standing(stack, leaves[i], views[i])
     return results
+
+
+def _parts(leaf: jax.Array, view: MatrixView) -> tuple[int, int]:
+    """Into how many parts the rows and the columns of a lying matrix are cut."""
+    _, rows, columns = view_shape(leaf.shape, view)
+    parts = view.row_parts, view.column_parts
+    return parts if rows <= columns else parts[::-1]
 
 
 def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:
@@ -103,12 +117,19 @@ def _standing(stack: jax.Array, leaf: jax.Array, view: MatrixView) -> jax.Array:
     return from_matrices(stack.reshape(*batch, rows, columns), view, leaf.shape).astype(leaf.dtype)
 
 
-def _of_stacks(steps: int, platform: Platform, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+def _of_stacks(
+    steps: int,
+    parts: Sequence[tuple[int, int]],
+    platform: Platform,
+    stacks: Sequence[jax.Array],
+) -> list[jax.Array]:
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     ready = jnp.zeros(())
-    work = partial(_in_turn, steps, platform)
-    for group in (group for kind in grouping_of(stacks).kinds for group in kind):
+    alike = [group for kind in grouping_of(stacks).kinds for group in kind]
+    cuts = [(group, cut) for group in alike for cut in dict.fromkeys(parts[i] for i in group)]
+    for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
+        work = partial(_each_part, partial(_in_turn, steps, platform), cut)
         for some in [group] if is_compilers_mesh() else _batches(platform, stacks, group):
             # In the type of products here already: half of what is moved and put together.
             members = [_as_operand(stacks[i], platform) for i in some]
@@ -123,8 +144,26 @@ def _of_stacks(steps: int, platform: Platform, stacks: Sequence[jax.Array]) -> l
                 done = concatenated(work, members)
             ready = jnp.sum(jnp.abs(done[0][:, 0])).astype(jnp.float32)
             for i, x in zip(some, done, strict=True):
-                results[i] = x.astype(stacks[i].dtype) * math.sqrt(x.shape[2])
+                longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
+                results[i] = x.astype(stacks[i].dtype) * math.sqrt(longest)
     return results
+
+
+def _each_part(
+    work: Callable[[jax.Array], jax.Array], parts: tuple[int, int], stack: jax.Array
+) -> jax.Array:
+    """Works on the parts of matrices, each by itself.
+
+    Here, where a device has whole matrices: on a mesh, cutting those that are divided would gather.
+    """
+    if parts == (1, 1):
+        return work(stack)
+    batch, m, n = stack.shape
+    rows, columns = m // parts[0], n // parts[1]
+    cut = stack.reshape(batch, parts[0], rows, parts[1], columns).swapaxes(2, 3)
+    flat = cut.reshape(-1, rows, columns)
+    done = work(flat) if rows <= columns else work(flat.swapaxes(1, 2)).swapaxes(1, 2)
+    return done.reshape(cut.shape).swapaxes(2, 3).reshape(stack.shape)
 
 
 def _at_once(platform: Platform, shape: Sequence[int]) -> int:

@@ -41,3 +41,47 @@ def test_neurons_are_rows_where_outputs_come_first(name):
     assert report[f"['layer']['{name}']"] == "orthogonalized: 64 x 128, outputs first"
     updates, _ = tx.update(params, state, params)  # biases have no rows or columns
     assert jax.tree.all(jax.tree.map(lambda x: jnp.isfinite(x).all(), updates))
+
+
+@pytest.mark.parametrize("name", ["kernel", "weight"])
+def test_fused_matrices_are_orthogonal_each(name):
+    """As if each were a leaf; of a stack and where outputs come first, too."""
+    axis = -1 if name == "kernel" else -2
+    rng = np.random.default_rng(0)
+
+    def matrices(count, *shape):
+        shape = shape if name == "kernel" else (*shape[:-2], shape[-1], shape[-2])
+        return [rng.normal(size=shape).astype(np.float32) for _ in range(count)]
+
+    separate = {
+        "qkv": matrices(3, 2, 32, 32),
+        "gate_up": matrices(2, 32, 48),
+        "gate_up_proj": matrices(2, 48, 16),
+        "other": matrices(1, 32, 96),  # of the shape of "gate_up", whole
+    }
+    fused = {module: {name: jnp.concatenate(x, axis)} for module, x in separate.items()}
+    tx = adapprox_jax.orthogonalize()
+    actual = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])(fused)
+    each = [[{name: x} for x in some] for some in separate.values()]
+    expected, _ = tx.update(each, tx.init(each))
+    for module, parts in zip(separate, expected, strict=True):
+        whole = jnp.concatenate([part[name] for part in parts], axis)
+        # The same products; a step of the iteration rounds to 2^-23 of entries of up to 6.
+        np.testing.assert_allclose(actual[module][name], whole, atol=1e-4, err_msg=module)
+
+
+def test_a_model_with_fused_matrices_trains_as_with_separate_ones():
+    rng = np.random.default_rng(0)
+    parts = [rng.normal(size=(32, 32)).astype(np.float32) for _ in range(3)]
+    tx = adapprox_jax.adapprox_muon(1e-2)
+
+    def update(params):
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = jax.jit(tx.update)(params, state, params)
+        return updates
+
+    fused = update({"qkv": {"kernel": jnp.concatenate(parts, 1)}})["qkv"]["kernel"]
+    separate = jnp.concatenate(update({"some": parts})["some"], 1)
+    # The scale is one for a fused leaf, of directions whose columns have one size already.
+    np.testing.assert_allclose(fused, separate, rtol=1e-3, atol=1e-6)

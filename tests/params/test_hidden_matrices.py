@@ -10,8 +10,9 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import view_shape
+from adapprox_jax.params.matrix_view import fused_shape
 from adapprox_jax.params.views import views_of
+from tests.params.test_named_arrays import Axis, NamedArray
 
 MODELS = sorted((pathlib.Path(__file__).parents[1] / "data" / "models").glob("*.json"))
 
@@ -58,6 +59,8 @@ def test_whole_models(path):
         for part in outer:
             node = node.setdefault(part, {})
         node[last] = of(*leaf["shape"])
+        if "axes" in leaf:  # of haliax
+            node[last] = NamedArray(node[last], tuple(map(Axis, leaf["axes"], leaf["shape"])))
     leaves = Leaves.of(tree)
     reports = adapprox_jax.muon_report(tree).values()
     for keys, leaf, view, report in zip(
@@ -66,7 +69,7 @@ def test_whole_models(path):
         expected = right["/".join(key.key for key in keys)]
         assert report.startswith(expected["role"]), keys
         if expected["role"] == "orthogonalized":
-            batch, rows, columns = view_shape(leaf.shape, view)
+            batch, rows, columns = fused_shape(leaf.shape, view)
             sides = [rows, columns] if view.inputs_are_rows else [columns, rows]
             count = [math.prod(batch)] if math.prod(batch) > 1 else []
             assert [*count, *sides] == expected["matrices"], keys

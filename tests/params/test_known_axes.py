@@ -6,7 +6,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import view_shape
+from adapprox_jax.params.matrix_view import fused_shape
 from adapprox_jax.params.views import views_of
 
 
@@ -27,7 +27,7 @@ def views(leaves):
     found = Leaves.of(tree_of(leaves))
     results = {}
     for keys, leaf, view in zip(found.keys, found.arrays, views_of(None, found), strict=True):
-        batch, rows, columns = view_shape(leaf.shape, view)
+        batch, rows, columns = fused_shape(leaf.shape, view)
         sides = (rows, columns) if view.inputs_are_rows else (columns, rows)
         results["/".join(key.key for key in keys)] = (batch, *sides)
     return results
@@ -110,6 +110,30 @@ def views(leaves):
                 "a/out/kernel": ((), 64, 64),
             },
         ),
+        (  # fused, each matrix by itself; with fewer keys than queries they are not told apart
+            {
+                "attn/qkv/kernel": (64, 192),
+                "a/qkv_proj/kernel": (64, 128),
+                "layers/attn/wqkv": (4, 64, 192),
+                "torch/attn/c_attn/weight": (192, 64),
+                "mlp/gate_up_proj/kernel": (64, 256),
+                "experts/gate_up_proj": (8, 64, 256),
+                "mlp/gate_up/weight": (256, 64),
+            },
+            {
+                "attn/qkv/kernel": ((3,), 64, 64),
+                "a/qkv_proj/kernel": ((), 64, 128),
+                "layers/attn/wqkv": ((4, 3), 64, 64),
+                "torch/attn/c_attn/weight": ((3,), 64, 64),
+                "mlp/gate_up_proj/kernel": ((2,), 64, 128),
+                "experts/gate_up_proj": ((8, 2), 64, 128),
+                "mlp/gate_up/weight": ((2,), 64, 128),
+            },
+        ),
+        (  # a name alone makes no parts: queries, keys and values of each head are interleaved
+            {"attn/qkv/kernel": (64, 4, 48)},
+            {"attn/qkv/kernel": ((), 64, 192)},
+        ),
         (  # without its siblings, and outside of attention
             {"self_attention/out/kernel": (8, 64, 512), "mlp/wo/kernel": (12, 512, 64)},
             {"self_attention/out/kernel": ((), 512, 512), "mlp/wo/kernel": ((12,), 512, 64)},
@@ -162,3 +186,31 @@ def test_the_second_moment_and_its_report_see_one_matrix():
     assert updates["query"]["kernel"].shape == (64, 4, 32)
     [info] = adapprox_jax.rank_report(state, params).values()
     assert info.matrices == (64, 128)
+
+
+def test_heads_are_matrices_where_the_user_says_so():
+    params = {
+        "q_proj": {"kernel": jnp.ones((64, 128))},
+        "k_proj": {"weight": jnp.ones((32, 64))},
+        "attn": {"query": {"kernel": jnp.ones((64, 8, 16)), "bias": jnp.ones((8, 16))}},
+        "c_attn": {"kernel": jnp.ones((2, 64, 192))},
+        "mlp": {"kernel": jnp.ones((64, 256))},
+    }
+    report = adapprox_jax.muon_report(params, None, adapprox_jax.head_by_head(16))
+    assert {path.split("'")[1]: what for path, what in report.items() if "bias" not in path} == {
+        "q_proj": "orthogonalized: 8 of 64 x 16",
+        "k_proj": "orthogonalized: 2 of 16 x 64, outputs first",
+        "attn": "orthogonalized: 8 of 64 x 16",
+        "c_attn": "orthogonalized: 24 of 64 x 16",
+        "mlp": "orthogonalized: 64 x 256",
+    }
+
+
+@pytest.mark.parametrize("head_size", [None, 24])
+def test_heads_without_an_axis_need_a_size_that_divides(head_size):
+    params = {"q_proj": {"kernel": jnp.ones((64, 128))}}
+    tx = adapprox_jax.adapprox_muon(
+        1e-2, weight_dimension_numbers=adapprox_jax.head_by_head(head_size)
+    )
+    with pytest.raises(ValueError, match=rf"q_proj.*\(64, 128\).*head_size is {head_size}.*128"):
+        tx.init(params)

@@ -74,6 +74,14 @@ def test_bad_axes_are_named():
         matrix_view((3, 4), MatrixDimensionNumbers(0, -2))
 
 
+@pytest.mark.parametrize("parts", [0, 5, -3, 1.5])
+def test_parts_divide_their_side(parts):
+    with pytest.raises(
+        ValueError, match=rf"column_parts={parts} .*\(4, 12\); allowed: divisors of its 12"
+    ):
+        matrix_view((4, 12), MatrixDimensionNumbers(0, 1, column_parts=parts))
+
+
 def test_dimension_numbers_are_a_prefix_or_a_function():
     numbers = MatrixDimensionNumbers(1, 0)
     tree = {"a": {"b": jnp.ones((2, 3)), "c": jnp.ones((2, 3))}, "d": jnp.ones(3)}

@@ -88,6 +88,15 @@ def test_two_copies_move_and_nothing_is_done_twice(mesh, in_phases, name):
     assert flops[0] <= 1.25 * flops[1] / DEVICES
 
 
+@pytest.mark.parametrize("spec", [P(None, "x", "y"), P(None, None, ("x", "y"))])
+def test_fused_matrices_come_apart_where_they_are_whole(mesh, in_phases, spec):
+    in_phases()
+    params = abstract(mesh, {"qkv": (8, 64, 192)}, {"qkv": spec})
+    found = collectives_of(directions(params).as_text())
+    assert {one.kind for one in found} <= {"all-to-all", "all-reduce"}
+    assert copies_moved(found, params) <= 2 + SMALL
+
+
 @pytest.mark.parametrize("name", ["copies", pytest.param("copies of all", marks=pytest.mark.slow)])
 def test_devices_with_copies_share_the_work(mesh, in_phases, name):
     in_phases()
@@ -112,6 +121,7 @@ def test_directions_are_those_of_one_device(mesh, request, way):
     shapes |= {"square": (5, 32, 32), "square turned": (4, 32, 32), "flat": (32, 16)}
     specs["flat"] = P("y", "x")
     shapes["uneven"], specs["uneven"] = (18, 24), P("x", None)
+    shapes["qkv"], specs["qkv"] = (3, 16, 48), P(None, "x", "y")
     values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     tx = adapprox_jax.orthogonalize()
     update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
