@@ -85,7 +85,7 @@ def adapprox_muon(
       orthogonalized: Which leaves are hidden matrices: a tree of booleans, or a function from the
         parameters, and at updates from the gradients, to it; None for `hidden_matrices`.
         `muon_report` tells what becomes of each.
-      nesterov: Nesterov's momentum.
+      nesterov: Nesterov's momentum, of all parameters, as in Optax's Muon.
       newton_schulz_steps: Of the iteration that makes directions orthogonal; None for 5.
       second_moment: Of the directions: "neurons" for one number for each output of a matrix
         (`scale_by_neuron_moment`), True for factors, False for none, as in Muon: an RMS of about
@@ -152,7 +152,7 @@ def adapprox_muon(
     others = optax.chain(
         scaled,
         clip_by_matrix_rms(1.0, numbers),
-        average_unless_zero(adapprox_b1, **of_average),
+        average_unless_zero(adapprox_b1, nesterov=nesterov, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )
     return named_chain(

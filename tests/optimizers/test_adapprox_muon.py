@@ -225,18 +225,28 @@ def test_neurons_are_the_columns_or_what_is_named_so():
         np.testing.assert_array_equal(state.nu[sorted(grads).index("none")], 0)
 
 
-def test_everything_else_is_adapprox():
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_everything_else_is_adapprox(nesterov):
     grads = gradients(5, SHAPES)
     nothing = jax.tree.map(lambda _: False, grads[0])
     ours = adapprox_jax.adapprox_muon(
         1e-2,
         b2=0.99,
         adapprox_b1=0.8,
+        nesterov=nesterov,
         orthogonalized=nothing,
         max_rank=4,
         adapprox_learning_rate_scale=0.25,
     )
     plain = adapprox_jax.adapprox(0.25e-2, b1=0.8, b2=0.99, weight_decay=4e-4, max_rank=4)
+    if nesterov:
+        plain = optax.chain(
+            adapprox_jax.scale_by_adapprox(b2=0.99, max_rank=4),
+            adapprox_jax.clip_by_matrix_rms(1.0),
+            adapprox_jax.guided_ema(0.8, nesterov=True),
+            optax.add_decayed_weights(4e-4),
+            optax.scale_by_learning_rate(0.25e-2),
+        )
     for one, other in zip(run(ours, grads)[0], run(plain, grads)[0], strict=True):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), one, other)
 
