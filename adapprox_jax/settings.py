@@ -210,14 +210,15 @@ class Hyperparameters:
 # them because with 0 no average is kept, and what can be called without being a schedule. The first
 # tuple is for `adapprox`, the second for `adapprox_muon`.
 STATIC_ARGS: tuple[str, ...] = (
-    *("b1", "mu_dtype", "mask", "cosine_guidance", "bias_correction", "cautious_weight_decay"),
+    *("b1", "mu_dtype", "mask", "cosine_guidance", "nesterov", "bias_correction"),
+    "cautious_weight_decay",
     *(field.name for part in (RankRule, Subspace, Storage) for field in dataclasses.fields(part)),
     *("approximate", "weight_dimension_numbers", "key"),
 )
 
 MUON_STATIC_ARGS: tuple[str, ...] = (
     *(name for name in STATIC_ARGS if name not in ("cosine_guidance", "bias_correction")),
-    *("orthogonalized", "nesterov", "newton_schulz_steps", "second_moment", "adapprox_b1"),
+    *("orthogonalized", "newton_schulz_steps", "second_moment", "adapprox_b1"),
 )
 
 

@@ -97,6 +97,21 @@ def _adapprox_muon(b1: float = 0.8, others: float = 2.0, **settings: Any) -> Mak
     return _decayed(muon, b1=b1, adapprox_learning_rate_scale=others, **settings)
 
 
+def _defaults(**settings: Any) -> Make:
+    return _adapprox_muon(b1=0.95, others=1.0, **settings)
+
+
+def _plain_others(rate: optax.Schedule) -> optax.GradientTransformation:
+    """The defaults of `adapprox_muon`, but other parameters have no Nesterov's momentum."""
+    everything = {"orthogonalized": lambda params: jax.tree.map(lambda _: True, params)}
+    hidden, others = _defaults(**everything)(rate), _adapprox(b2=0.95)(rate)
+    return optax.partition({True: hidden, False: others}, adapprox_jax.hidden_matrices)
+
+
+def _separate(make: Make) -> Make:
+    return lambda rate: contenders.on_separate_matrices(make(rate))
+
+
 def _adapprox_corrected(rate: optax.Schedule) -> optax.GradientTransformation:
     """`adapprox` with its average divided by 1 - b1^t, as Adam's."""
     return optax.chain(
@@ -110,6 +125,8 @@ def _adapprox_corrected(rate: optax.Schedule) -> optax.GradientTransformation:
 
 
 _ADAMW = _clipped(optax.scale_by_adam(b2=0.999))
+_WHOLE = {"weight_dimension_numbers": adapprox_jax.MatrixDimensionNumbers()}
+_BY_HEADS = {"weight_dimension_numbers": adapprox_jax.head_by_head(32)}  # of all models here
 _EXACT = {"min_dim_size_to_factor": 100_000}  # no side is as long, so nothing is factored
 CONTENDERS: dict[str, Contender] = {
     "adapprox": Contender(_adapprox(), 2.4e-3),
@@ -120,6 +137,7 @@ CONTENDERS: dict[str, Contender] = {
     "adapprox ranks from 1 to a quarter": Contender(
         _adapprox(initial_rank=1, max_rank=0.25), 2.4e-3
     ),
+    "adapprox without Nesterov": Contender(_adapprox(nesterov=False), 4.8e-3),
     "adapprox no average": Contender(_adapprox(b1=0.0), 1.2e-3),
     "adapprox 4 bits, other parameters x8": Contender(
         _with_decay(adapprox_jax.adapprox(-1.0, weight_decay=0.0, mu_dtype="int4"), 8.0), 2.4e-3
@@ -129,7 +147,12 @@ CONTENDERS: dict[str, Contender] = {
     "adapprox_muon 4 bits": Contender(_adapprox_muon(mu_dtype="int4"), 1.2e-2),
     "adapprox_muon rank 8": Contender(_adapprox_muon(second_moment=True), 1.2e-2),
     "adapprox_muon b1 0.95": Contender(_adapprox_muon(b1=0.95), 1.2e-2),
-    "adapprox_muon defaults": Contender(_adapprox_muon(b1=0.95, others=1.0), 1.2e-2),
+    "adapprox_muon defaults": Contender(_defaults(), 1.7e-2),
+    "adapprox_muon defaults, 5 bits": Contender(_defaults(mu_dtype="int5"), 1.7e-2),
+    "adapprox_muon defaults, 4 bits": Contender(_defaults(mu_dtype="int4"), 1.7e-2),
+    "adapprox_muon defaults, qkv whole": Contender(_defaults(**_WHOLE), 1.7e-2),
+    "adapprox_muon defaults, by heads": Contender(_defaults(**_BY_HEADS), 1.7e-2),
+    "adapprox_muon defaults, others without Nesterov": Contender(_plain_others, 1.7e-2),
     "adapprox_muon no average": Contender(_adapprox_muon(b1=0.0, adapprox_b1=0.0), 1.2e-2),
     "NorMuon": Contender(_adapprox_muon(**_EXACT), 1.2e-2),
     "AdaMuon": Contender(_adapprox_muon(second_moment=True, **_EXACT), 1.2e-2),
@@ -138,6 +161,9 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "AdamW b2 0.999, clipped": Contender(_with_decay(_ADAMW), 2.4e-3),
     "AdamW b2 0.999, clipped, other parameters x8": Contender(_with_decay(_ADAMW, 8.0), 2.4e-3),
+    "AdamW with Nesterov, b2 0.999, clipped": Contender(
+        _with_decay(_clipped(optax.scale_by_adam(b2=0.999, nesterov=True))), 4.8e-3
+    ),
     "AdamW 8 bits, b2 0.999, clipped": Contender(
         _with_decay(_clipped(scale_by_adam_8_bits())), 2.4e-3
     ),
@@ -147,6 +173,8 @@ CONTENDERS: dict[str, Contender] = {
         _with_decay(contenders.adafactor(-1.0, mu_dtype="int4", weight_decay=0.0), 8.0), 2.4e-3
     ),
     "CAME": Contender(_decayed(came), 3e-4),
+    "Muon defaults": Contender(_decayed(contenders.muon), 1.7e-2),
+    "Muon defaults, q k v separate": Contender(_separate(_decayed(contenders.muon)), 1.7e-2),
     "Muon": Contender(_decayed(contenders.muon, b1=0.9, other_rate=4.0), 1.2e-2),
     "Muon b1 0.8, other parameters x2": Contender(
         _decayed(contenders.muon, b1=0.8, other_rate=2.0), 2.4e-2

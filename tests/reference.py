@@ -50,6 +50,7 @@ class Settings:
     eps: float = 1e-8
     eps_root: float = 0.0
     clip: float | None = 1.0
+    nesterov: bool = False
     guidance: bool = False
     max_scale: float = 3.0
     bias_correction: bool = False
@@ -113,6 +114,8 @@ def step(g, w, state, gaussian, s):
         update = update / max(1, np.sqrt(np.mean(update**2)) / s.clip)
     m = s.b1 * state.m + (1 - s.b1) * update
     emitted = m
+    if s.nesterov:
+        emitted = s.b1 * m / (1 - s.b1 ** (t + 1)) + (1 - s.b1) * update / (1 - s.b1**t)
     if s.guidance:
         norms = np.linalg.norm(update) * np.linalg.norm(m)
         theta = np.clip(np.sum(update * m) / norms, -1, 1) if norms > 0 else 0.0  # 4, 6
