@@ -99,7 +99,19 @@ CHANGES = {
 }
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
 WEIGHTS = ("AdamW b2 0.999, clipped", "adapprox_muon 4 bits")
-ON_THE_WAY = (10, 20, 40, 100)  # steps
+# Runs of the defaults of today, whose last one is compared with.
+SMALL = ("small, code", "small, prose")
+MOMENTUM = (
+    *("adapprox", "adapprox without Nesterov"),
+    *("AdamW with Nesterov, b2 0.999, clipped", "AdamW b2 0.999, clipped"),
+)
+_DEFAULTS = "adapprox_muon defaults"
+LAYOUTS = (
+    *(_DEFAULTS, f"{_DEFAULTS}, 5 bits", f"{_DEFAULTS}, 4 bits"),
+    *(f"{_DEFAULTS}, qkv whole", f"{_DEFAULTS}, by heads"),
+    *(f"{_DEFAULTS}, others without Nesterov", "Muon defaults", "Muon defaults, q k v separate"),
+)
+ON_THE_WAY = (10, 20, 40, 100, 400)  # steps
 LONGER = (
     *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
     *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
@@ -111,6 +123,8 @@ def blocks() -> dict[str, str]:
     results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
     states = _read("memory/memory_table.json")["records"]
     peaks = _read("memory/memory_peak_cpu.json")["records"]
+    of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
+    defaults = loss_tables.summarize(of_defaults)
     found = {
         "at a glance": _at_a_glance(results, states["117M"]["0.9"]),
         "shown": loss_tables.shown(results, _SHOWN_NAMES, TEXTS, _sizes(states["117M"]["0.9"])),
@@ -129,7 +143,9 @@ def blocks() -> dict[str, str]:
         "fine-tuning": _fine_tuning(),
         "split programs": _split_programs(),
         "frameworks": _frameworks(),
-        "first minutes": _first_minutes(),
+        "momentum": loss_tables.comparison(defaults, MOMENTUM, MOMENTUM[-1], SMALL),
+        "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
+        "first minutes": _first_minutes(defaults, of_defaults),
     }
     kinds = get_args(Weights)[1:]
     found["weights"] = _against("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
@@ -198,21 +214,21 @@ def _frameworks() -> str:
     return records.table(titles, rows)
 
 
-def _first_minutes() -> str:
-    """Losses on the way of a small model, at the two rates that are best for one of them."""
-    found: dict[tuple[str, str, str], list[dict]] = {}
-    for run in loss_tables.read(PICTURES / "first_minutes.jsonl"):
-        rate = f"{run['settings']['learning_rate']:.2g}"
-        if rate in ("0.0034", "0.0048"):
-            found.setdefault((run["setting"], run["contender"], rate), []).append(run)
-    rows = []
-    for key in sorted(found):
-        curves = [dict(map(tuple, run["curve"])) for run in found[key]]
+def _first_minutes(results: loss_tables.Results, rows: Sequence[dict]) -> str:
+    """Mean losses on the way, of contenders at their best rates."""
+    cells = []
+    for (setting, name), best in sorted(results.items()):
+        if name not in MOMENTUM:
+            continue
+        curves = [
+            dict(map(tuple, row["curve"]))
+            for row in rows
+            if (row["setting"], row["contender"]) == (setting, name)
+            and row["settings"]["learning_rate"] == best.rate
+        ]
         means = [statistics.mean(curve[step] for curve in curves) for step in ON_THE_WAY]
-        end = loss_tables.with_error([loss_tables.loss_of(run) for run in found[key]])
-        rows.append([*key, *(f"{mean:.2f}" for mean in means), end])
-    titles = ["", "", "peak rate", *(f"step {step}" for step in ON_THE_WAY), "step 400"]
-    return records.table(titles, rows)
+        cells.append([setting, name, f"{best.rate:.2g}", *(f"{mean:.2f}" for mean in means)])
+    return records.table(["", "", "peak rate", *(f"step {step}" for step in ON_THE_WAY)], cells)
 
 
 def _against(file: str, of_base: dict[str, Sequence[str]]) -> str:

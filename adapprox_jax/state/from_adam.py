@@ -47,6 +47,7 @@ def from_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     clipping_threshold: float | None = 1.0,
+    nesterov: bool = True,
     bias_correction: bool = False,
     approximate: Approximate = "root",
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -71,6 +72,7 @@ def from_adam(
       b2: Of the Adam that made the state, and of `tx`.
       eps: Of the Adam that made the state.
       clipping_threshold: Of `tx`, like the rest.
+      nesterov: Whether `tx` has Nesterov's momentum, which corrects the average by itself.
       bias_correction: Whether `tx` corrects the second moment by itself.
       approximate: What q @ u.T stands for.
       weight_dimension_numbers: Which axes of a leaf form a matrix.
@@ -96,11 +98,13 @@ def from_adam(
         allowed = "a number above 0, or None"
         require("clipping_threshold", clipping_threshold, lambda x: x > 0, allowed)
         clip = clip_by_matrix_rms(clipping_threshold, weight_dimension_numbers)
+    require_flag("nesterov", nesterov)
     require_flag("bias_correction", bias_correction)
     require_choice("approximate", approximate, tuple(APPROXIMATIONS))
     check_dimension_numbers(weight_dimension_numbers)
     moments = _moments_of(adam_state, params, b1, b2, eps)
     last_update = moments.last_update()
+    share = 1 - b1 ** int(moments.count) if nesterov else 1.0
     nu = moments.nu if bias_correction else moments.unbiased_nu()
     second = _SecondMoments(nu, approximate, weight_dimension_numbers, require_key(key))
 
@@ -113,7 +117,7 @@ def from_adam(
             return second.factored(node)
         if isinstance(node, GuidedEmaState):
             updates, _ = clip.update(_taken(last_update, node.mu), optax.EmptyState())
-            return stored_average(updates, node)
+            return kept(optax.tree.scale(share, updates), node)
         if isinstance(node, optax.ScaleByAdamState):
             mu = optax.tree.cast_like(_taken(moments.mu, node.mu), node.mu)
             return node._replace(mu=mu, nu=_taken(moments.nu, node.nu))
@@ -121,9 +125,10 @@ def from_adam(
 
     def convert_hidden(node: Any) -> Any:
         """The state of the directions of hidden matrices."""
-        if not isinstance(node, GuidedEmaState):
-            return node
-        stored = stored_average(_taken(moments.mu, node.mu), node)
+        return kept(_taken(moments.mu, node.mu), node) if isinstance(node, GuidedEmaState) else node
+
+    def kept(average: Any, node: GuidedEmaState) -> GuidedEmaState:
+        stored = stored_average(average, node)
         return stored if isinstance(node.step, tuple) else stored._replace(step=moments.count)
 
     def convert_all(tree: Any) -> Any:
