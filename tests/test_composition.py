@@ -193,7 +193,7 @@ def test_named_chain():
     tx = optax.named_chain(
         ("second_moment", adapprox_jax.scale_by_adapprox(**ADAPTIVE)),
         ("clip", adapprox_jax.clip_by_matrix_rms(1.0)),
-        ("average", adapprox_jax.guided_ema(0.9)),
+        ("average", adapprox_jax.guided_ema(0.9, nesterov=True)),
         ("decay", optax.add_decayed_weights(1e-4)),
         ("rate", optax.scale_by_learning_rate(1e-2)),
     )

@@ -138,7 +138,7 @@ def test_a_real_run_is_recorded(tmp_path, monkeypatch):
         (
             ("Lion",),
             {},
-            r"contenders are \['Lion'\]; allowed: adapprox; adapprox corrected average",
+            r"contenders are \['Lion'\]; allowed: adapprox; adapprox 8 bits",
         ),
         ((), {}, r"contenders are \[\]; allowed: "),
         (("CAME",), {"baseline": "Muon"}, "--baseline is 'Muon'; allowed: CAME"),

@@ -63,22 +63,27 @@ def with_adam():
 
 @pytest.fixture(scope="module")
 def adams_next(with_adam):
-    """Adam's next losses, and its next update."""
+    """Adam's next losses, and its next update, with and without Nesterov's momentum."""
     params, state, _, loss = with_adam
-    step = step_of(optax.adamw(RATE), loss)
-    return train(step, params, state, range(150, 200))[2], step(params, state, 150)[3]
+    steps = [step_of(optax.adamw(RATE, nesterov=nesterov), loss) for nesterov in (False, True)]
+    losses = train(steps[0], params, state, range(150, 200))[2]
+    return losses, [step(params, state, 150)[3] for step in steps]
 
 
-@pytest.mark.parametrize(("approximate", "mu_dtype"), [("root", None), ("moment", jnp.int8)])
-def test_a_run_goes_on_without_a_bump(with_adam, adams_next, approximate, mu_dtype):
-    """As low as Adam's own next steps, and the first one nearly along Adam's.
+@pytest.mark.parametrize(
+    ("approximate", "mu_dtype", "nesterov"),
+    [("root", None, True), ("root", jnp.int8, True), ("moment", jnp.int8, False)],
+)
+def test_a_run_goes_on_without_a_bump(with_adam, adams_next, approximate, mu_dtype, nesterov):
+    """As low as Adam's own next steps, and the first one nearly along Adam's, and as long.
 
     Adapprox averages updates and Adam gradients, so that their paths differ a little.
     """
     params, state, before, loss = with_adam
-    adams_losses, along = adams_next
-    tx = adapprox_jax.adapprox(RATE, mu_dtype=mu_dtype, approximate=approximate, max_rank=16)
-    new = from_adam(tx, state, params, approximate=approximate)
+    adams_losses, along = adams_next[0], adams_next[1][nesterov]
+    settings = dict(mu_dtype=mu_dtype, nesterov=nesterov, approximate=approximate, max_rank=16)
+    tx = adapprox_jax.adapprox(RATE, **settings)
+    new = from_adam(tx, state, params, approximate=approximate, nesterov=nesterov)
     like = tx.init(params)
     assert jax.tree.structure(new) == jax.tree.structure(like)
     jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, new, like)
@@ -87,7 +92,9 @@ def test_a_run_goes_on_without_a_bump(with_adam, adams_next, approximate, mu_dty
     for part in (slice(0, 10), slice(10, 50)):
         assert actual[part].mean() <= 1.02 * adams_losses[part].mean()
     assert actual.max() <= 1.05 * before[-50:].max()
-    assert cosine(step(params, new, 150)[3], along) > 0.9
+    update = step(params, new, 150)[3]
+    assert cosine(update, along) > 0.9
+    assert 0.7 < optax.tree.norm(update) / optax.tree.norm(along) < 1.1
     assert cosine(step(params, like, 150)[3], along) < 0.7  # from an empty state
 
 
@@ -202,8 +209,10 @@ def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam, adams_next):
             np.testing.assert_array_equal(actual, expected)
     updates = step_of(tx, loss)(params, new, 150)[3]
     for name in ("out", "bias"):
-        difference = np.linalg.norm(updates[name] - adams_next[1][name])
-        assert difference <= 1e-4 * np.linalg.norm(adams_next[1][name])  # two programs' rounding
+        difference = np.linalg.norm(updates[name] - adams_next[1][False][name])
+        assert difference <= 1e-4 * np.linalg.norm(
+            adams_next[1][False][name]
+        )  # two programs' rounding
 
 
 def test_counts_of_other_things_begin_anew():
