@@ -104,7 +104,7 @@ def _defaults(**settings: Any) -> Make:
 def _plain_others(rate: optax.Schedule) -> optax.GradientTransformation:
     """The defaults of `adapprox_muon`, but other parameters have no Nesterov's momentum."""
     everything = {"orthogonalized": lambda params: jax.tree.map(lambda _: True, params)}
-    hidden, others = _defaults(**everything)(rate), _adapprox(b2=0.95)(rate)
+    hidden, others = _defaults(**everything)(rate), _adapprox(b2=0.95, nesterov=False)(rate)
     return optax.partition({True: hidden, False: others}, adapprox_jax.hidden_matrices)
 
 
