@@ -55,12 +55,13 @@ def head_by_head(head_size: int | None = None) -> Callable[[Any], Any]:
 def _by_head(
     name: str, whole: MatrixDimensionNumbers, shape: tuple[int, ...], head_size: int | None
 ) -> MatrixDimensionNumbers:
-    if isinstance(whole.columns, Sequence):
-        return MatrixDimensionNumbers(whole.rows, whole.columns[-1])
-    outputs = shape[whole.columns]
+    columns = whole.columns if isinstance(whole.columns, Sequence) else (whole.columns,)
+    if len(columns) > 1:
+        return MatrixDimensionNumbers(whole.rows, columns[-1])
+    outputs = shape[columns[0]]
     if head_size is None or outputs % head_size:
         raise ValueError(
             f"{name} of shape {shape} has no axis for heads, and head_size is {head_size}; allowed:"
             f" a divisor of its {outputs} outputs."
         )
-    return whole._replace(column_parts=outputs // head_size)
+    return whole._replace(parts=outputs // head_size)

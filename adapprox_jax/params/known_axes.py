@@ -143,7 +143,7 @@ def _in_parts(
     inputs, outputs = shape[fused.rows], shape[fused.columns]
     # Fewer keys than queries are not told from the shape.
     is_whole = outputs == 3 * inputs if parts == 3 else outputs % 2 == 0
-    return fused._replace(column_parts=parts) if is_whole else numbers
+    return fused._replace(parts=parts) if is_whole else numbers
 
 
 def _of_named_axes(role: str, names: Sequence[str]) -> KnownAxes | None:

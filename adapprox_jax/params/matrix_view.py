@@ -17,15 +17,13 @@ class MatrixDimensionNumbers(NamedTuple):
     Attributes:
       rows: One axis or several; none, (), keeps a dense second moment of the leaf.
       columns: Likewise.
-      row_parts: Fused matrices of one size, one after the other along the rows. Each becomes
-        orthogonal by itself; second moments are of all of them together.
-      column_parts: Likewise along the columns: 3 for queries, keys and values side by side.
+      parts: Fused matrices of one size, side by side along the columns: 3 for queries, keys and
+        values. Each becomes orthogonal by itself; second moments are of all of them together.
     """
 
     rows: int | Sequence[int] = 0
     columns: int | Sequence[int] = 1
-    row_parts: int = 1
-    column_parts: int = 1
+    parts: int = 1
 
 
 class MatrixView(NamedTuple):
@@ -35,8 +33,7 @@ class MatrixView(NamedTuple):
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     inputs_are_rows: bool = True  # else what was given as rows came later than the columns
-    row_parts: int = 1
-    column_parts: int = 1
+    parts: int = 1  # along what was given as columns
 
     def stacked(self) -> "MatrixView":
         """The view of leaves that are stacked along a new first axis."""
@@ -47,6 +44,11 @@ class MatrixView(NamedTuple):
     def is_matrix(self) -> bool:
         """Whether there are both rows and columns."""
         return bool(self.rows and self.columns)
+
+    @property
+    def parts_of_sides(self) -> tuple[int, int]:
+        """Into how many parts the rows and the columns are cut."""
+        return (1, self.parts) if self.inputs_are_rows else (self.parts, 1)
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -96,13 +98,12 @@ def matrix_view(
             raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
         if len(set(named)) != len(named):
             raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
-    parts = (1, 1) if dimension_numbers is None else tuple(dimension_numbers[2:])
-    for side, axes, count in zip(("row", "column"), (rows, columns), parts, strict=True):
-        _check_parts(side, count, _size(shape, axes), shape)
+    parts = 1 if dimension_numbers is None else dimension_numbers.parts
+    _check_parts(parts, _size(shape, columns), shape)
     batch = tuple(axis for axis in range(ndim) if axis not in rows + columns)
     if rows and columns and min(rows) > min(columns):
-        return MatrixView(batch, columns, rows, False, *reversed(parts))
-    return MatrixView(batch, rows, columns, True, *parts)
+        return MatrixView(batch, columns, rows, False, parts)
+    return MatrixView(batch, rows, columns, True, parts)
 
 
 def view_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ...], int, int]:
@@ -114,8 +115,9 @@ def view_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ...
 def fused_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ...], int, int]:
     """Batch shape, rows and columns of each of the matrices that are fused in a leaf."""
     batch, rows, columns = view_shape(shape, view)
-    parts = tuple(count for count in (view.row_parts, view.column_parts) if count > 1)
-    return (*batch, *parts), rows // view.row_parts, columns // view.column_parts
+    row_parts, column_parts = view.parts_of_sides
+    stacked = (view.parts,) if view.parts > 1 else ()
+    return (*batch, *stacked), rows // row_parts, columns // column_parts
 
 
 def to_matrices(leaf: jax.Array, view: MatrixView) -> jax.Array:
@@ -157,12 +159,12 @@ def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(int(axis) % len(shape) for axis in listed)
 
 
-def _check_parts(side: str, parts: int, size: int, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where a side cannot be cut into parts of one size."""
-    if not isinstance(parts, int | np.integer) or parts < 1 or size % parts:
+def _check_parts(parts: int, columns: int, shape: tuple[int, ...]) -> None:
+    """Raises ValueError where columns cannot be cut into parts of one size."""
+    if not isinstance(parts, int | np.integer) or parts < 1 or columns % parts:
         raise ValueError(
-            f"weight_dimension_numbers has {side}_parts={parts!r} for a leaf of shape {shape};"
-            f" allowed: divisors of its {size} {side}s."
+            f"weight_dimension_numbers has parts={parts!r} for a leaf of shape {shape}; allowed:"
+            f" divisors of its {columns} columns."
         )
 
 

@@ -12,12 +12,7 @@ from adapprox_jax.argument_checks import require_integer
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import (
-    MatrixView,
-    from_matrices,
-    to_matrices,
-    view_shape,
-)
+from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices, view_shape
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
@@ -96,8 +91,7 @@ def _of_leaves(
 def _parts(leaf: jax.Array, view: MatrixView) -> tuple[int, int]:
     """Into how many parts the rows and the columns of a lying matrix are cut."""
     _, rows, columns = view_shape(leaf.shape, view)
-    parts = view.row_parts, view.column_parts
-    return parts if rows <= columns else parts[::-1]
+    return view.parts_of_sides if rows <= columns else view.parts_of_sides[::-1]
 
 
 def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:

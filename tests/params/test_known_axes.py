@@ -1,13 +1,17 @@
 """Attention kernels are one matrix: the model by heads times their size."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import adapprox_jax
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import fused_shape
 from adapprox_jax.params.views import views_of
+from tests.params.test_named_arrays import Axis, NamedArray
 
 
 def tree_of(leaves):
@@ -214,3 +218,29 @@ def test_heads_without_an_axis_need_a_size_that_divides(head_size):
     )
     with pytest.raises(ValueError, match=rf"q_proj.*\(64, 128\).*head_size is {head_size}.*128"):
         tx.init(params)
+
+
+def test_a_model_trains_head_by_head():
+    """Under a partition, which shows a function only some of the leaves, and where heads lie."""
+    rng = np.random.default_rng(0)
+    heads = [rng.normal(size=(64, 16)).astype(np.float32) for _ in range(4)]
+    axes = (Axis("embed", 64), Axis("heads", 4), Axis("head_size", 16))
+    kernel = jnp.stack(heads, 1)
+    params = {
+        "query": {"kernel": kernel, "bias": jnp.ones((4, 16))},
+        "k_proj": {"kernel": jnp.concatenate(heads, 1)},
+        "v_proj": {"weight": NamedArray(kernel, axes)},
+        "embedding": jnp.ones((96, 64)),
+    }
+    tx = adapprox_jax.adapprox_muon(
+        1e-2, second_moment=False, weight_dimension_numbers=adapprox_jax.head_by_head(16)
+    )
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    alone = {"some": heads}
+    plain = adapprox_jax.adapprox_muon(1e-2, second_moment=False)
+    expected = jnp.stack(plain.update(alone, plain.init(alone), alone)[0]["some"], 1)
+    # The same products in another order: 2^-23 of entries of up to 6, a few times over.
+    close = functools.partial(np.testing.assert_allclose, desired=expected, atol=1e-6)
+    close(updates["query"]["kernel"])
+    close(updates["k_proj"]["kernel"].reshape(64, 4, 16))
+    close(updates["v_proj"]["weight"].array)

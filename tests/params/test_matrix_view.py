@@ -77,9 +77,9 @@ def test_bad_axes_are_named():
 @pytest.mark.parametrize("parts", [0, 5, -3, 1.5])
 def test_parts_divide_their_side(parts):
     with pytest.raises(
-        ValueError, match=rf"column_parts={parts} .*\(4, 12\); allowed: divisors of its 12"
+        ValueError, match=rf"parts={parts} .*\(4, 12\); allowed: divisors of its 12"
     ):
-        matrix_view((4, 12), MatrixDimensionNumbers(0, 1, column_parts=parts))
+        matrix_view((4, 12), MatrixDimensionNumbers(0, 1, parts=parts))
 
 
 def test_dimension_numbers_are_a_prefix_or_a_function():
