@@ -13,19 +13,15 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import tyro
 from tqdm import tqdm
 
-import adapprox_jax
 from benchmarks import h100, records, tpu
 from benchmarks.contenders import CONTENDERS
-from benchmarks.inputs import parameter_shapes
+from benchmarks.inputs import WORDS, is_row, parameter_shapes, row
 from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "speed"
-# After a contender's name: the layers' parameters; their type; bfloat16 with remainders of 8 bits.
-WORDS = ("stacked", "bfloat16", "split")
 ROWS = (
     *("adamw", "adafactor", "adafactor 4 bits", "came"),
     *("muon", "adapprox_muon", "adapprox_muon rank 8"),
@@ -64,20 +60,6 @@ DEVICES = {
 }
 
 
-def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """The parameters with those of all layers stacked along a first axis."""
-    layers: dict[str, list[jax.ShapeDtypeStruct]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        name = jax.tree_util.keystr(tuple(key for key in path if not isinstance(key.key, int)))
-        layers.setdefault(name, []).append(leaf)
-    return {
-        name: jax.ShapeDtypeStruct(
-            (len(of), *of[0].shape) if len(of) > 1 else of[0].shape, of[0].dtype
-        )
-        for name, of in layers.items()
-    }
-
-
 def compiled_for(device: Device, function: Callable[..., Any], *arguments: Any) -> Any:
     """Compiles a function for one device, with all arguments but the last one donated.
 
@@ -96,12 +78,7 @@ def compiled_for(device: Device, function: Callable[..., Any], *arguments: Any) 
 
 def record_of(name: str, shapes: Any, device: Device) -> dict[str, Any]:
     """The figures of the update of one row."""
-    contender, *words = name.split(", ")
-    shapes = stacked(shapes) if "stacked" in words else shapes
-    dtype = jnp.bfloat16 if {"bfloat16", "split"} & set(words) else jnp.float32
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
-    tx = CONTENDERS[contender]()
-    tx = adapprox_jax.split_weights(tx) if "split" in words else tx
+    tx, params = row(name, shapes)
     state = jax.eval_shape(tx.init, params)
     update = update_step(tx)
 
@@ -132,7 +109,7 @@ def main(
         ", bfloat16" is for parameters and gradients in bfloat16, ", split" for `split_weights`.
       output: File for the JSON.
     """
-    unknown = [name for name in rows if not _is_row(*name.split(", "))]
+    unknown = [name for name in rows if not is_row(name)]
     if unknown:
         allowed = ", ".join(CONTENDERS)
         raise SystemExit(f"rows has {unknown}; allowed: {allowed}, with {WORDS} after them.")
@@ -148,10 +125,6 @@ def main(
     print(table(result["records"], device))
     print(f"written: {path}")
     return result
-
-
-def _is_row(contender: str, *words: str) -> bool:
-    return contender in CONTENDERS and set(words) <= set(WORDS)
 
 
 def table(rows: dict[str, dict[str, Any]], device: str) -> str:

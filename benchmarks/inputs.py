@@ -4,9 +4,36 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
+import adapprox_jax
+from benchmarks.contenders import CONTENDERS
 from examples.gpt2.model import CONFIGS, GPT
+
+# After a contender's name: the layers' parameters; their type; bfloat16 with remainders of 8 bits.
+WORDS = ("stacked", "bfloat16", "split")
+
+
+def is_row(name: str) -> bool:
+    """Whether a name is that of a contender, with some of `WORDS` behind commas."""
+    contender, *words = name.split(", ")
+    return contender in CONTENDERS and set(words) <= set(WORDS)
+
+
+def row(name: str, shapes: Any) -> tuple[optax.GradientTransformation, Any]:
+    """The optimizer of a row, and the shapes of its parameters.
+
+    Args:
+      name: A name that `is_row`.
+      shapes: The parameters of `parameter_shapes`.
+    """
+    contender, *words = name.split(", ")
+    tx = CONTENDERS[contender]()
+    shapes = stacked(shapes) if "stacked" in words else shapes
+    if {"bfloat16", "split"} & set(words):
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), shapes)
+    return adapprox_jax.split_weights(tx) if "split" in words else tx, shapes
 
 
 def parameter_shapes(model: str) -> Any:
@@ -16,12 +43,28 @@ def parameter_shapes(model: str) -> Any:
     return nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
 
 
+def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters with those of all layers stacked along a first axis."""
+    layers: dict[str, list[jax.ShapeDtypeStruct]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+        name = jax.tree_util.keystr(tuple(key for key in path if not isinstance(key.key, int)))
+        layers.setdefault(name, []).append(leaf)
+    return {
+        name: jax.ShapeDtypeStruct(
+            (len(of), *of[0].shape) if len(of) > 1 else of[0].shape, of[0].dtype
+        )
+        for name, of in layers.items()
+    }
+
+
 def random_like(shapes: Any, seed: int) -> Any:
     """Small random parameters of the given shapes."""
     leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     make = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape), static_argnums=1)
-    values = [make(key, leaf.shape) for key, leaf in zip(keys, leaves, strict=True)]
+    values = [
+        make(key, leaf.shape).astype(leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
+    ]
     return jax.tree.unflatten(treedef, values)
 
 
@@ -37,17 +80,17 @@ def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
     def make(key: jax.Array, shape: tuple[int, ...], rank: int) -> jax.Array:
         sign, *sides = jax.random.split(key, 1 + max(len(shape), 1))
         magnitude = jnp.ones(())
-        if len(shape) == 2:
+        if len(shape) >= 2:
             rows, columns = (
-                jnp.exp(2 * jax.random.normal(side, (size, rank)))
-                for side, size in zip(sides, shape, strict=True)
+                jnp.exp(2 * jax.random.normal(side, (*shape[:-2], size, rank)))
+                for side, size in zip(sides[-2:], shape[-2:], strict=True)
             )
-            magnitude = rows @ columns.T / rank
+            magnitude = rows @ columns.mT / rank
         return 1e-3 * magnitude * jax.random.rademacher(sign, shape, jnp.float32)
 
     compiled = jax.jit(make, static_argnums=(1, 2))
     values = [
-        compiled(key, leaf.shape, i % largest_rank + 1)
+        compiled(key, leaf.shape, i % largest_rank + 1).astype(leaf.dtype)
         for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True))
     ]
     return jax.tree.unflatten(treedef, values)

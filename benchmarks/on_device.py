@@ -1,8 +1,8 @@
 """All figures of one accelerator in ten minutes: `make on-device`, or this module.
 
-Runs `benchmarks.update_speed` for the update and the whole training step, at 117M and 345M. Each
-part has its own process, and the most informative comes first. A part for which no time is left is
-named and left out. Results go to `results/speed/`, one file a part.
+Runs `benchmarks.update_speed` for the optimizer's step and the whole training step, at 117M and
+345M. Each part has its own process, and the most informative comes first. A part for which no time
+is left is named and left out. Results go to `results/speed/`, one file a part.
 """
 
 import pathlib
@@ -15,13 +15,18 @@ import tyro
 
 from benchmarks.records import RESULTS
 
-_FEW = ("--contenders", "adamw", "adafactor", "adapprox", "muon")
-_BRIEF = ("--cycles", "3")
+_UPDATES = (
+    *("adamw", "adafactor", "muon", "adapprox", "adapprox 8 bits", "adapprox 4 bits"),
+    *("adapprox_muon", "adapprox_muon 4 bits"),
+)
+_STACKED = (f"{name}, stacked" for name in _UPDATES)
+_STEPS = ("adamw", "adafactor", "muon", "adapprox", "adapprox_muon", "adapprox_muon 4 bits")
+_TRAINING = ("--training-step", "--batch", "16", "--cycles", "3", "--contenders", *_STEPS)
 PARTS: dict[str, tuple[str, ...]] = {
-    "update_117M": (*_FEW, "adapprox rank 16", "adapprox_muon"),
-    "training_step_117M": (*_FEW, *_BRIEF, "--training-step", "--batch", "32"),
-    "update_345M": (*_FEW, *_BRIEF, "--models", "345M"),
-    "training_step_345M": (*_FEW, *_BRIEF, "--models", "345M", "--training-step", "--batch", "16"),
+    "update_117M": ("--cycles", "10", "--steps", "20", "--contenders", *_UPDATES, *_STACKED),
+    "training_step_117M": _TRAINING,
+    "update_345M": ("--models", "345M", "--cycles", "3", "--contenders", *_STEPS),
+    "training_step_345M": ("--models", "345M", *_TRAINING),
 }
 
 

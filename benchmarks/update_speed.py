@@ -1,6 +1,7 @@
-"""Time and memory of an optimizer's update: `python -m benchmarks.update_speed`.
+"""Time and memory of an optimizer's step: `python -m benchmarks.update_speed`.
 
-All contenders run in one process, one cycle of steps each in turn, so that whatever slows the
+A step is update and `apply_updates`, or the whole step of training, over what is donated. All
+contenders run in one process, one cycle of steps each in turn, so that whatever slows the
 machine slows all of them. Figures are medians over cycles, and ratios are medians of ratios of
 neighbouring cycles. A cycle has `rank_interval` steps, so that it includes a choice of ranks. A
 contender that is too slow for a cycle is measured by one step, which keeps its ranks. Memory is
@@ -8,7 +9,10 @@ what the compiler plans (`memory_analysis`). Results go to `results/speed/`, as 
 what was timed.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
+import os
 import pathlib
 import statistics
 import time
@@ -16,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import tyro
 from flax import nnx
@@ -25,8 +29,8 @@ from tqdm import tqdm
 import adapprox_jax
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS
-from benchmarks.inputs import gradients_like, parameter_shapes, random_like
-from benchmarks.steps import training_step
+from benchmarks.inputs import WORDS, gradients_like, is_row, parameter_shapes, random_like, row
+from benchmarks.steps import training_step, update_step
 from examples.gpt2.model import CONFIGS, GPT
 
 RESULTS = records.RESULTS / "speed"
@@ -38,8 +42,8 @@ class Runner:
 
     name: str
     model: str
-    step: Callable[[Any, Any], Any]  # (state, fixed operands) -> state
-    state: Any  # donated; the optimizer's own state is a part of it
+    step: Callable[[Any, Any], Any]  # (parameters and state, operands) -> parameters and state
+    carry: Any  # parameters and state, donated
     operands: Any
     record: dict[str, Any]
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -48,64 +52,59 @@ class Runner:
         """Runs and times `steps` steps."""
         start = time.perf_counter()
         for _ in range(steps):
-            self.state = self.step(self.state, self.operands)
-        jax.block_until_ready(self.state)
+            self.carry = self.step(self.carry, self.operands)
+        jax.block_until_ready(self.carry)
         self.seconds.append((time.perf_counter() - start) / steps)
 
 
-def update_runner(name: str, model: str, params: Any, grads: Any) -> Runner:
-    """The update alone: new updates and state, written over the last ones.
+def update_runner(name: str, model: str) -> Callable[[], Runner]:
+    """The optimizer's step alone: new parameters and state, written over the last ones.
 
     Args:
-      name: Name of the contender.
+      name: Name of the contender, with `inputs.WORDS` behind it.
       model: Name of the model.
-      params: Parameters.
-      grads: Gradients.
+
+    Returns:
+      What compiles the step, and may be called in a thread.
     """
-    tx = CONTENDERS[name]()
-
-    def step(carry: Any, operands: Any) -> Any:
-        grads, params = operands
-        _, state = carry
-        return tx.update(grads, state, params)
-
-    carry = (jax.tree.map(jnp.zeros_like, params), jax.jit(tx.init)(params))
-    return compiled_runner(name, model, tx, params, step, carry, (grads, params))
+    tx, shapes = row(name, parameter_shapes(model))
+    params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
+    update = update_step(tx)
+    return lowered_runner(name, model, tx, params, lambda carry, x: update(x, *carry), grads)
 
 
-def training_runner(name: str, model: str, batch: int) -> Runner:
-    """The whole training step in bfloat16: forward, backward, update, with everything donated."""
+def training_runner(name: str, model: str, batch: int) -> Callable[[], Runner]:
+    """The whole training step in bfloat16: forward, backward, update."""
     tx = CONTENDERS[name]()
     config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     shape = (batch, config.context + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocabulary)
-
     step = training_step(graph, tx)
-    carry = (params, jax.jit(tx.init)(params))
-    return compiled_runner(name, model, tx, params, lambda carry, x: step(*carry, x), carry, tokens)
+    return lowered_runner(name, model, tx, params, lambda carry, x: step(*carry, x), tokens)
 
 
-def compiled_runner(
+def lowered_runner(
     name: str,
     model: str,
-    tx: Any,
+    tx: optax.GradientTransformation,
     params: Any,
     step: Callable[..., Any],
-    state: Any,
     operands: Any,
-) -> Runner:
-    """Compiles a step, and records the time of compilation and the memory that it plans to use."""
-    lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(state, operands)
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    record = {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB,
-        **records.planned_memory(compiled),
-        "compile_seconds": seconds,
-    }
-    return Runner(name, model, compiled, state, operands, record)
+) -> Callable[[], Runner]:
+    """Lowers a step; what is returned compiles it and records the memory that it plans to use."""
+    abstract = (params, jax.eval_shape(tx.init, params))
+    lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(abstract, operands)
+    state_mib = adapprox_jax.state_nbytes(tx, params) / records.MIB
+
+    def compiled() -> Runner:
+        start = time.perf_counter()
+        run = lowered.compile()
+        seconds = time.perf_counter() - start
+        record = {"state_mib": state_mib, **records.planned_memory(run), "compile_seconds": seconds}
+        return Runner(name, model, run, (params, jax.jit(tx.init)(params)), operands, record)
+
+    return compiled
 
 
 def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float) -> None:
@@ -135,9 +134,10 @@ def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float)
     for runner in runners:
         runner.record["seconds"] = statistics.median(runner.seconds)
         runner.record["seconds_of_cycles"] = runner.seconds
-        found = [ranks for _, ranks in optax.tree.get_all_with_path(runner.state, "rank")]
+        found = [ranks for _, ranks in optax.tree.get_all_with_path(runner.carry, "rank")]
         if found:
-            runner.record["ranks"] = sorted({int(r) for r in jax.tree.leaves(found)})
+            every = np.concatenate([np.ravel(ranks) for ranks in jax.tree.leaves(found)])
+            runner.record["ranks"] = np.unique(every).tolist()
 
 
 def main(
@@ -149,38 +149,42 @@ def main(
     batch: int = 32,
     patience: float = 60.0,
     cpu: bool = True,
+    profile: pathlib.Path | None = None,
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
-    """Measures updates, prints a table and writes JSON.
+    """Measures steps, prints a table and writes JSON.
 
     Args:
       models: Models of the paper's Table 1, or tiny.
-      contenders: Names from `benchmarks/contenders.py`. Times are over those of "adafactor" if it
-        is among them, otherwise over those of the first.
+      contenders: Names from `benchmarks/contenders.py`; of updates with ", stacked", ", bfloat16"
+        or ", split" behind them, as in `benchmarks.device_program`. Times are over those of the
+        first, with the same words behind its name.
       cycles: Cycles of which the median is taken, after one that is not counted.
       steps: Steps of a cycle: at least `rank_interval`.
-      training_step: Time the whole training step instead of the update alone.
+      training_step: Time the whole training step instead of the optimizer's alone.
       batch: Sequences of the training step.
       patience: Seconds a cycle may take; slower contenders are measured by one step.
       cpu: Whether a CPU is measured if there is no accelerator.
+      profile: Folder for a trace of one step of each contender, after all are measured.
       output: File for the JSON.
     """
-    unknown = [name for name in contenders if name not in CONTENDERS]
+    is_known = CONTENDERS.__contains__ if training_step else is_row
+    unknown = [name for name in contenders if not is_known(name)]
     if unknown:
-        raise SystemExit(f"contenders has {unknown}; allowed: {', '.join(CONTENDERS)}.")
+        words = "" if training_step else f", with {WORDS} after them"
+        raise SystemExit(f"contenders has {unknown}; allowed: {', '.join(CONTENDERS)}{words}.")
     if min(cycles, steps, batch) < 1:
         raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
     if not cpu and jax.default_backend() == "cpu":
         raise SystemExit("--no-cpu needs an accelerator, and JAX sees none here.")
-    runners = []
-    for model in models:
-        if training_step:
-            runners += [training_runner(name, model, batch) for name in contenders]
-        else:
-            shapes = parameter_shapes(model)
-            params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
-            runners += [update_runner(name, model, params, grads) for name in contenders]
+    make = functools.partial(training_runner, batch=batch) if training_step else update_runner
+    lowered = [make(name, model) for model in models for name in contenders]
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
+        runners = list(threads.map(lambda compiled: compiled(), lowered))
     measure(runners, cycles, steps, patience)
+    for runner in runners if profile is not None else ():
+        with jax.profiler.trace(str(profile / f"{runner.name}, {runner.model}")):
+            runner.cycle(1)
     result = {
         **records.header(),
         "steps_of_a_cycle": steps,
@@ -203,29 +207,29 @@ def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
     Times are medians of ratios of neighbouring cycles; least and most are single ones. Contenders
     that were measured by one step have the ratio of medians.
     """
-    names = [name for name in next(iter(of_models.values())) if name in CONTENDERS]
-    reference = "adafactor" if "adafactor" in names else names[0]
-    titles = ["", "model", "seconds", f"over {reference}", "least", "most"]
+    reference = next(iter(next(iter(of_models.values()))))
+    titles = ["", "model", "ms", f"over {reference}", "least", "most"]
     titles += ["temporaries MiB", "state MiB", "compile s"]
     rows = []
     for model, of_model in of_models.items():
-        base = of_model[reference]
-        for name in names:
-            one = of_model[name]
-            ratios = [one["seconds"] / base["seconds"]]
-            if len(one["seconds_of_cycles"]) == len(base["seconds_of_cycles"]):
-                cycles = zip(one["seconds_of_cycles"], base["seconds_of_cycles"], strict=True)
-                ratios = [own / other for own, other in cycles]
-            times = statistics.median(ratios), min(ratios), max(ratios)
-            cells = [f"{one['seconds']:.3f}"]
-            cells += (
-                [f"{time:.2f}" for time in times]
-                if len(ratios) > 1
-                else [f"{times[0]:.2f}", "", ""]
-            )
+        for name, one in of_model.items():
+            base = of_model.get(", ".join([reference, *name.split(", ")[1:]]))
+            ratios = _ratios(one, base) if base else []
+            times = [statistics.median(ratios)] if ratios else []
+            times += [min(ratios), max(ratios)] if len(ratios) > 1 else []
+            cells = [f"{1e3 * one['seconds']:.1f}", *(f"{time:.2f}" for time in times)]
+            cells += [""] * (4 - len(cells))
             cells += [f"{one['temporaries_mib']:.0f}", f"{one['state_mib']:.1f}"]
             rows.append([name, model, *cells, f"{one['compile_seconds']:.1f}"])
     return records.table(titles, rows)
+
+
+def _ratios(one: dict[str, Any], base: dict[str, Any]) -> list[float]:
+    """Of neighbouring cycles, or of the medians where one has fewer cycles."""
+    cycles = one["seconds_of_cycles"], base["seconds_of_cycles"]
+    if len(cycles[0]) != len(cycles[1]):
+        return [one["seconds"] / base["seconds"]]
+    return [own / other for own, other in zip(*cycles, strict=True)]
 
 
 if __name__ == "__main__":

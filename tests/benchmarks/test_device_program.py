@@ -11,7 +11,7 @@ pytest.importorskip("flax")
 pytest.importorskip("tyro")
 
 from benchmarks import device_program, h100, program_counts, tpu
-from benchmarks.inputs import parameter_shapes
+from benchmarks.inputs import parameter_shapes, stacked
 
 PROGRAM = """
 %fused (p.0: f32[1024,8], p.1: s32[]) -> f32[1,8] {
@@ -64,7 +64,7 @@ def test_counts_of_a_program():
 
 
 def test_layers_are_stacked_and_nothing_else():
-    shapes = device_program.stacked(parameter_shapes("117M"))
+    shapes = stacked(parameter_shapes("117M"))
     assert shapes["['blocks']['expand']['kernel']"].shape == (12, 768, 3072)
     assert shapes["['blocks']['expand']['bias']"].shape == (12, 3072)
     assert shapes["['tokens']['embedding']"].shape == (50304, 768)
