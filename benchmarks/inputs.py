@@ -43,17 +43,15 @@ def parameter_shapes(model: str) -> Any:
     return nnx.to_pure_dict(nnx.state(abstract, nnx.Param))
 
 
-def stacked(shapes: Any) -> dict[str, jax.ShapeDtypeStruct]:
+def stacked(shapes: Any) -> Any:
     """The parameters with those of all layers stacked along a first axis."""
-    layers: dict[str, list[jax.ShapeDtypeStruct]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-        name = jax.tree_util.keystr(tuple(key for key in path if not isinstance(key.key, int)))
-        layers.setdefault(name, []).append(leaf)
+
+    def stack(*layers: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(layers), *layers[0].shape), layers[0].dtype)
+
     return {
-        name: jax.ShapeDtypeStruct(
-            (len(of), *of[0].shape) if len(of) > 1 else of[0].shape, of[0].dtype
-        )
-        for name, of in layers.items()
+        name: jax.tree.map(stack, *tree.values()) if name == "blocks" else tree
+        for name, tree in shapes.items()
     }
 
 

@@ -12,21 +12,26 @@ from adapprox_jax.linalg.rounding import wide_dtype
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-@partial(jax.jit, static_argnames=("steps", "product_dtype"))
+@partial(jax.jit, static_argnames=("steps", "product_dtype", "unroll"))
 def newton_schulz(
     matrices: jax.Array,
     steps: int = 5,
     product_dtype: jax.typing.DTypeLike | None = None,
+    unroll: bool = False,
 ) -> jax.Array:
     """Turns U S V^T into about U V^T, for each of many matrices.
 
-    X <- a X + (b X X^T + c (X X^T)^2) X with `COEFFICIENTS`, from X = A / ||A||.
+    X <- (a I + b X X^T + c (X X^T)^2) X with `COEFFICIENTS`, from X = A / ||A||; with X^T X on the
+    other side where that is smaller.
 
     Args:
-      matrices: (batch, m, n), m at most n, of any scale, of 16 bits or more.
+      matrices: (batch, m, n), of any scale, of 16 bits or more.
       steps: How often.
-      product_dtype: Of the operands of products, which add up in float32: None for that of the
+      product_dtype: Of products and their operands, which add up in float32: None for that of the
         matrices, in full precision.
+
+      unroll: Whether steps are written out instead of looped over: a loop's result is copied to
+        where it began, at every step.
 
     Returns:
       Of the shape of the matrices and the type of the products; a zero matrix stays zero.
@@ -37,18 +42,22 @@ def newton_schulz(
     precision = jax.lax.Precision.HIGHEST if product_dtype is None else None
     dtype = product_dtype or matrices.dtype
     sum_dtype = wide_dtype(matrices.dtype)
+    _, m, n = matrices.shape
+    gram, product = ("bmn,bkn->bmk", "bmk,bkn->bmn") if m <= n else ("bmn,bmk->bnk", "bmk,bkn->bmn")
 
-    def product(x: jax.Array, y: jax.Array, of: str) -> jax.Array:
-        wide = jnp.einsum(of, x, y, precision=precision, preferred_element_type=sum_dtype)
-        return wide.astype(dtype)
+    def times(x: jax.Array, y: jax.Array, of: str) -> jax.Array:
+        return jnp.einsum(of, x, y, precision=precision, preferred_element_type=dtype)
 
     def step(_: jax.Array, x: jax.Array) -> jax.Array:
-        gram = product(x, x, "bmn,bkn->bmk")
-        polynomial = (b * gram + c * product(gram, gram, "bmk,bkl->bml")).astype(dtype)
-        return (a * x + product(polynomial, x, "bmk,bkn->bmn")).astype(dtype)
+        squares = times(x, x, gram)
+        fourths = times(squares, squares, product).astype(sum_dtype)
+        # With a I in the polynomial no pass over x has to add a x.
+        identity = jnp.eye(min(m, n), dtype=sum_dtype)[None]
+        polynomial = (a * identity + b * squares.astype(sum_dtype) + c * fourths).astype(dtype)
+        return times(polynomial, x, product) if m <= n else times(x, polynomial, product)
 
     unit = _of_norm_one(matrices.astype(sum_dtype)).astype(dtype)
-    return jax.lax.fori_loop(0, steps, step, unit)
+    return jax.lax.fori_loop(0, steps, step, unit, unroll=unroll)
 
 
 def _of_norm_one(matrices: jax.Array) -> jax.Array:

@@ -81,7 +81,10 @@ def fused_outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     """
     if q.shape[1] > _MOST_OUTER_PRODUCTS:
         return outer(q, u, axis)
-    # Without the barrier each column of a stack is cut out by its own kernel.
-    rows, columns = jax.lax.optimization_barrier((q.T, u.T) if axis == 0 else (u.T, q.T))
+    along_rows, along_columns = (q, u) if axis == 0 else (u, q)
+    # Without the barrier each column of a stack is cut out by its own kernel. Flat, because only
+    # then the entries of a column are next to each other, as a GPU reads them.
+    rows, flat = jax.lax.optimization_barrier((along_rows.T, along_columns.T.ravel()))
+    columns = flat.reshape(along_columns.T.shape)
     terms = (row[:, None] * column[None, :] for row, column in zip(rows, columns, strict=True))
     return sum(terms, start=jnp.zeros((), q.dtype))

@@ -29,13 +29,13 @@ class Platform:
     most_kept: int
     """Entries of targets on a device up to which the largest stays beside another one."""
     unrolls_rounds: bool
-    """The few rounds of a warm Cholesky QR are written out instead of looped over."""
+    """The few rounds of Cholesky QR and Newton-Schulz are written out instead of looped over."""
     sums_in_blocks: bool
     """A residual is summed in the blocks of `quantize`: sums that are alike share a kernel."""
     sums_together: bool
     """Sums of small leaves are one sum of what was put together."""
     directions_at_once: int
-    """Entries that a Newton-Schulz iteration works on at once, with some 16 bytes each."""
+    """Entries that a Newton-Schulz iteration works on at once, with some 4 operands each."""
     directions_dtype: Any
     """Type of the operands of a Newton-Schulz iteration; None for that of the matrices."""
 
@@ -67,7 +67,7 @@ GPU = Platform(
     unrolls_rounds=True,
     sums_in_blocks=True,
     sums_together=True,
-    directions_at_once=2**24,
+    directions_at_once=2**25,
     directions_dtype=jnp.bfloat16,
 )
 # An elementwise operand fuses into a product, unless that is cut into parts.

@@ -24,6 +24,13 @@ def begin_behind_barrier(done: jax.Array, array: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier((done, array))[1] if waits else array
 
 
+def begin_behind(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, once matrices (batch, m, n) are there, in the way of a platform."""
+    if platform.leaf_after_leaf:
+        return begin_after(jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32), array)
+    return begin_behind_barrier(done, array)
+
+
 def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
     """An array that goes with an update, on CPUs once that is known.
 

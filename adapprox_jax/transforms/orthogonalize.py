@@ -12,14 +12,14 @@ from adapprox_jax.argument_checks import require_integer
 from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices, view_shape
+from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
 from adapprox_jax.step.alike import MANY, unstacked
 from adapprox_jax.step.batching import grouping_of
 from adapprox_jax.step.platform import Platform, on_platform
-from adapprox_jax.step.xla_order import begin_after
+from adapprox_jax.step.xla_order import begin_behind
 
 
 def orthogonalize(
@@ -80,35 +80,21 @@ def _of_leaves(
     """The directions of leaves; empty ones stay as they are."""
     results = list(leaves)
     full = [i for i, leaf in enumerate(leaves) if leaf.size]
-    stacks = [_lying(leaves[i], views[i]) for i in full]
-    parts = [_parts(leaves[i], views[i]) for i in full]
+    stacks = [_stack(leaves[i], views[i]) for i in full]
+    parts = [views[i].parts_of_sides for i in full]
     directions = on_platform(partial(_of_stacks, steps, parts), stacks)
     for i, stack in zip(full, directions, strict=True):
-        results[i] = _standing(stack, leaves[i], views[i])
+        matrices = jax.eval_shape(partial(to_matrices, view=views[i]), leaves[i])
+        found = from_matrices(stack.reshape(matrices.shape), views[i], leaves[i].shape)
+        results[i] = found.astype(leaves[i].dtype)
     return results
 
 
-def _parts(leaf: jax.Array, view: MatrixView) -> tuple[int, int]:
-    """Into how many parts the rows and the columns of a lying matrix are cut."""
-    _, rows, columns = view_shape(leaf.shape, view)
-    return view.parts_of_sides if rows <= columns else view.parts_of_sides[::-1]
-
-
-def _lying(leaf: jax.Array, view: MatrixView) -> jax.Array:
-    """A leaf as a stack of matrices (batch, m, n) with m at most n, float32 or wider."""
+def _stack(leaf: jax.Array, view: MatrixView) -> jax.Array:
+    """A leaf as a stack of matrices (batch, m, n), float32 or wider."""
     matrices = to_matrices(leaf, view)
-    rows, columns = matrices.shape[-2:]
-    stack = matrices.reshape(math.prod(matrices.shape[:-2]), rows, columns)
-    stack = stack if rows <= columns else jnp.swapaxes(stack, 1, 2)
-    return stack.astype(wide_dtype(leaf.dtype))
-
-
-def _standing(stack: jax.Array, leaf: jax.Array, view: MatrixView) -> jax.Array:
-    """Undoes `_lying`."""
-    rows, columns = jax.eval_shape(partial(to_matrices, view=view), leaf).shape[-2:]
-    stack = stack if rows <= columns else jnp.swapaxes(stack, 1, 2)
-    batch = [leaf.shape[axis] for axis in view.batch]
-    return from_matrices(stack.reshape(*batch, rows, columns), view, leaf.shape).astype(leaf.dtype)
+    flat = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
+    return flat.astype(wide_dtype(leaf.dtype))
 
 
 def _of_stacks(
@@ -119,7 +105,7 @@ def _of_stacks(
 ) -> list[jax.Array]:
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
-    ready = jnp.zeros(())
+    last: jax.Array | None = None
     alike = [group for kind in grouping_of(stacks).kinds for group in kind]
     cuts = [(group, cut) for group in alike for cut in dict.fromkeys(parts[i] for i in group)]
     for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
@@ -127,7 +113,8 @@ def _of_stacks(
         for some in [group] if is_compilers_mesh() else _batches(platform, stacks, group):
             # In the type of products here already: half of what is moved and put together.
             members = [_as_operand(stacks[i], platform) for i in some]
-            members[0] = begin_after(ready, members[0])
+            if last is not None:
+                members[0] = begin_behind(platform, last, members[0])
             if is_compilers_mesh():
                 done = each_on_one_device(work, members)
             elif (
@@ -136,7 +123,7 @@ def _of_stacks(
                 done = [x[None] for x in unstacked(work(jnp.concatenate(members)), len(members))]
             else:
                 done = concatenated(work, members)
-            ready = jnp.sum(jnp.abs(done[0][:, 0])).astype(jnp.float32)
+            last = done[0]
             for i, x in zip(some, done, strict=True):
                 longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
                 results[i] = x.astype(stacks[i].dtype) * math.sqrt(longest)
@@ -155,8 +142,7 @@ def _each_part(
     batch, m, n = stack.shape
     rows, columns = m // parts[0], n // parts[1]
     cut = stack.reshape(batch, parts[0], rows, parts[1], columns).swapaxes(2, 3)
-    flat = cut.reshape(-1, rows, columns)
-    done = work(flat) if rows <= columns else work(flat.swapaxes(1, 2)).swapaxes(1, 2)
+    done = work(cut.reshape(-1, rows, columns))
     return done.reshape(cut.shape).swapaxes(2, 3).reshape(stack.shape)
 
 
@@ -186,7 +172,8 @@ def _in_turn(steps: int, platform: Platform, stack: jax.Array) -> jax.Array:
 
     def of_some(batch: jax.Array) -> jax.Array:
         # Behind a barrier, because results in bfloat16 would be kept in float32.
-        return jax.lax.optimization_barrier(newton_schulz(batch, steps, platform.directions_dtype))
+        dtype, unroll = platform.directions_dtype, platform.unrolls_rounds
+        return jax.lax.optimization_barrier(newton_schulz(batch, steps, dtype, unroll))
 
     at_once = _at_once(platform, stack.shape)
     whole = len(stack) // at_once * at_once

@@ -65,9 +65,9 @@ def test_counts_of_a_program():
 
 def test_layers_are_stacked_and_nothing_else():
     shapes = stacked(parameter_shapes("117M"))
-    assert shapes["['blocks']['expand']['kernel']"].shape == (12, 768, 3072)
-    assert shapes["['blocks']['expand']['bias']"].shape == (12, 3072)
-    assert shapes["['tokens']['embedding']"].shape == (50304, 768)
+    assert shapes["blocks"]["expand"]["kernel"].shape == (12, 768, 3072)
+    assert shapes["blocks"]["expand"]["bias"].shape == (12, 3072)
+    assert shapes["tokens"]["embedding"].shape == (50304, 768)
 
 
 def test_bad_rows_and_a_missing_compiler_are_named(monkeypatch):
