@@ -1,5 +1,7 @@
 """Parameters of GPT-2's shapes, and gradients whose second moments have known ranks."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,13 +59,7 @@ def stacked(shapes: Any) -> Any:
 
 def random_like(shapes: Any, seed: int) -> Any:
     """Small random parameters of the given shapes."""
-    leaves, treedef = jax.tree.flatten(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
-    make = jax.jit(lambda key, shape: 0.02 * jax.random.normal(key, shape), static_argnums=1)
-    values = [
-        make(key, leaf.shape).astype(leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, values)
+    return _for_each_leaf(_normal, shapes, seed, lambda i: ())
 
 
 def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
@@ -72,23 +68,39 @@ def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
     A magnitude is a sum of outer products of log-normal vectors. The root of its square, which
     Adapprox factors, has that rank as long as the gradients stay the same.
     """
+    return _for_each_leaf(
+        functools.partial(_of_rank, largest_rank), shapes, seed, lambda i: (i % largest_rank + 1,)
+    )
+
+
+def _for_each_leaf(
+    make: Callable[..., jax.Array], shapes: Any, seed: int, more: Callable[[int], tuple[int, ...]]
+) -> Any:
+    """A tree of what `make` gives for a shape, a key, and more that goes with a leaf's number."""
     leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-
-    def make(key: jax.Array, shape: tuple[int, ...], rank: int) -> jax.Array:
-        sign, *sides = jax.random.split(key, 1 + max(len(shape), 1))
-        magnitude = jnp.ones(())
-        if len(shape) >= 2:
-            rows, columns = (
-                jnp.exp(2 * jax.random.normal(side, (*shape[:-2], size, rank)))
-                for side, size in zip(sides[-2:], shape[-2:], strict=True)
-            )
-            magnitude = rows @ columns.mT / rank
-        return 1e-3 * magnitude * jax.random.rademacher(sign, shape, jnp.float32)
-
-    compiled = jax.jit(make, static_argnums=(1, 2))
     values = [
-        compiled(key, leaf.shape, i % largest_rank + 1).astype(leaf.dtype)
-        for i, (key, leaf) in enumerate(zip(keys, leaves, strict=True))
+        make(leaf.shape, keys[i], *more(i)).astype(leaf.dtype) for i, leaf in enumerate(leaves)
     ]
     return jax.tree.unflatten(treedef, values)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _normal(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+    return 0.02 * jax.random.normal(key, shape)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _of_rank(
+    largest_rank: int, shape: tuple[int, ...], key: jax.Array, rank: jax.Array
+) -> jax.Array:
+    sign, *sides = jax.random.split(key, 3)
+    magnitude = jnp.ones(())
+    if len(shape) >= 2:
+        rows, columns = (
+            jnp.exp(2 * jax.random.normal(side, (*shape[:-2], size, largest_rank)))
+            for side, size in zip(sides, shape[-2:], strict=True)
+        )
+        some = jnp.arange(largest_rank) < rank  # not a shape, to compile once for all ranks
+        magnitude = jnp.where(some, rows, 0) @ columns.mT / rank
+    return 1e-3 * magnitude * jax.random.rademacher(sign, shape, jnp.float32)

@@ -179,12 +179,9 @@ def main(
         raise SystemExit("--no-cpu needs an accelerator, and JAX sees none here.")
     make = functools.partial(training_runner, batch=batch) if training_step else update_runner
     lowered = [make(name, model) for model in models for name in contenders]
-    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:
+    with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as threads:
         runners = list(threads.map(lambda compiled: compiled(), lowered))
     measure(runners, cycles, steps, patience)
-    for runner in runners if profile is not None else ():
-        with jax.profiler.trace(str(profile / f"{runner.name}, {runner.model}")):
-            runner.cycle(1)
     result = {
         **records.header(),
         "steps_of_a_cycle": steps,
@@ -198,6 +195,9 @@ def main(
     records.write(path, result)
     print(table(result["records"]))
     print(f"written: {path}")
+    for runner in runners if profile is not None else ():
+        with jax.profiler.trace(str(profile / f"{runner.name}, {runner.model}")):
+            runner.cycle(1)
     return result
 
 

@@ -67,11 +67,21 @@ def test_times_are_over_those_of_the_reference_cycle_by_cycle():
     def record(*seconds):
         return {"seconds": float(np.median(seconds)), "seconds_of_cycles": list(seconds), **common}
 
-    of_model = {"adamw": record(1, 2, 8), "adafactor": record(2, 2, 2), "came": record(6)}
+    of_model = {
+        "adafactor": record(2, 2, 2),
+        "adamw": record(1, 2, 8),
+        "came": record(6),
+        "adafactor, stacked": record(1, 1, 1),
+        "adamw, stacked": record(3, 3, 3),
+        "adamw, split": record(3, 3, 3),
+    }
     assert update_speed.table({"tiny": of_model}).splitlines()[2:] == [
-        "| adamw | tiny | 2.000 | 1.00 | 0.50 | 4.00 | 1 | 2.0 | 3.0 |",
-        "| adafactor | tiny | 2.000 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
-        "| came | tiny | 6.000 | 3.00 |  |  | 1 | 2.0 | 3.0 |",
+        "| adafactor | tiny | 2000.0 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
+        "| adamw | tiny | 2000.0 | 1.00 | 0.50 | 4.00 | 1 | 2.0 | 3.0 |",
+        "| came | tiny | 6000.0 | 3.00 |  |  | 1 | 2.0 | 3.0 |",
+        "| adafactor, stacked | tiny | 1000.0 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
+        "| adamw, stacked | tiny | 3000.0 | 3.00 | 3.00 | 3.00 | 1 | 2.0 | 3.0 |",
+        "| adamw, split | tiny | 3000.0 |  |  |  | 1 | 2.0 | 3.0 |",
     ]
 
 
