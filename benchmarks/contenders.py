@@ -22,6 +22,7 @@ def adafactor(
     rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
     mu_dtype: str | None = None,
+    nesterov: bool = False,
     weight_decay: float = DECAY,
     mask: Any = None,
 ) -> optax.GradientTransformation:
@@ -33,12 +34,13 @@ def adafactor(
       rate: Learning rate.
       b1: Decay of the average of updates; 0 for no average.
       mu_dtype: As of `adapprox_jax.guided_ema`; None for an average in the parameters' type.
+      nesterov: Likewise.
       weight_decay: Multiplied by the learning rate.
       mask: Which leaves decay.
     """
     average = optax.ema(b1, debias=False) if b1 else optax.identity()
-    if mu_dtype is not None:
-        average = adapprox_jax.guided_ema(b1, mu_dtype=mu_dtype)
+    if mu_dtype is not None or nesterov:
+        average = adapprox_jax.guided_ema(b1, mu_dtype=mu_dtype, nesterov=nesterov)
     return optax.chain(
         optax.scale_by_factored_rms(),
         optax.clip_by_block_rms(1.0),

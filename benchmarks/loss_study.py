@@ -156,6 +156,9 @@ CONTENDERS: dict[str, Contender] = {
     ),
     "Adafactor": Contender(_decayed(contenders.adafactor), 2.4e-3),
     "Adafactor 4 bits": Contender(_decayed(contenders.adafactor, mu_dtype="int4"), 2.4e-3),
+    "Adafactor 4 bits with Nesterov": Contender(
+        _decayed(contenders.adafactor, mu_dtype="int4", nesterov=True), 4.8e-3
+    ),
     "Adafactor 4 bits, other parameters x8": Contender(
         _with_decay(contenders.adafactor(-1.0, mu_dtype="int4", weight_decay=0.0), 8.0), 2.4e-3
     ),
