@@ -71,7 +71,7 @@ GPU = Platform(
     directions_dtype=jnp.bfloat16,
 )
 # An elementwise operand fuses into a product, unless that is cut into parts.
-TPU = dataclasses.replace(GPU, most_parts=1, most_kept=0)
+TPU = dataclasses.replace(GPU, most_parts=1, most_kept=0, directions_at_once=2**24)
 
 
 def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
