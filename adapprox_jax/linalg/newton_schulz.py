@@ -29,7 +29,6 @@ def newton_schulz(
       steps: How often.
       product_dtype: Of products and their operands, which add up in float32: None for that of the
         matrices, in full precision.
-
       unroll: Whether steps are written out instead of looped over: a loop's result is copied to
         where it began, at every step.
 
