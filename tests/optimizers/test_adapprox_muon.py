@@ -46,6 +46,13 @@ def test_singular_values_end_near_one_at_any_scale(scale):
     assert np.all((values > 0.6) & (values < 1.3))
 
 
+@pytest.mark.parametrize("unroll", [False, True])
+def test_a_tall_matrix_is_worked_on_as_it_lies(unroll):
+    wide = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 40)), jnp.float32)
+    tall = newton_schulz(wide.mT, unroll=unroll)
+    np.testing.assert_allclose(tall.mT, newton_schulz(wide), atol=1e-5)
+
+
 def test_nesterovs_momentum_outlives_the_count():
     """The count ends at the largest int32, which nothing may be added to."""
     tx = adapprox_jax.guided_ema(0.9, nesterov=True)
