@@ -264,8 +264,9 @@ def _average_leaves(
     def averaged(update: jax.Array, last: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
         dtype = wide_dtype(update.dtype)
         wide = update.astype(dtype)
-        average = jnp.asarray(rule.b1 * last.astype(dtype) + (1 - rule.b1) * wide)
-        return average, _look_ahead(average, wide, rule.b1, step) if rule.nesterov else average
+        last = last.astype(dtype)
+        average = jnp.asarray(rule.b1 * last + (1 - rule.b1) * wide)
+        return average, _look_ahead(last, wide, rule.b1, step) if rule.nesterov else average
 
     def coded(operands: tuple[jax.Array, ...]) -> Any:
         return with_automatic_axes(average_codes, operands)(*operands, step)
@@ -314,12 +315,15 @@ def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> N
 
 
 def _look_ahead(
-    average: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
+    last: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
 ) -> jax.Array:
-    """What Nesterov's momentum emits instead of the average, corrected for its start in zero."""
+    """What Nesterov's momentum emits instead of the average, corrected for its start in zero.
+
+    From the last average, so that the new one, which goes into codes, need not stay in memory.
+    """
     share = power(b1, step)
     older, newer = b1 / (1 - b1 * share), (1 - b1) / (1 - share)
-    return jnp.asarray(older * average + newer * update)
+    return jnp.asarray(older * b1 * last + (older * (1 - b1) + newer) * update)
 
 
 def guidance_scale(
