@@ -133,7 +133,7 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adapprox rank 16": lambda: _adapprox(max_rank=16),
     "adapprox 8 bits": lambda: _adapprox(mu_dtype="int8"),
     "adapprox 4 bits": lambda: _adapprox(mu_dtype="int4"),
-    "adapprox rank 16, 8 bits": lambda: _adapprox(max_rank=16, mu_dtype="int8"),
+    "adapprox rank 16 8 bits": lambda: _adapprox(max_rank=16, mu_dtype="int8"),
     "adapprox 1 to 64": lambda: _adapprox(initial_rank=1, max_rank=64),
     # Ranks of 1 to 16 in wider buffers: the gradients of `inputs.py` have such ranks.
     "adapprox 1 to 16 of 64": lambda: _adapprox(

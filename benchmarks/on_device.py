@@ -38,17 +38,21 @@ def run_parts(parts: Mapping[str, Sequence[str]], seconds: float, folder: pathli
     end, missing = time.monotonic() + seconds, []
     for name, options in parts.items():
         output = folder / f"{name}_device.json"
-        output.unlink(missing_ok=True)  # from an earlier run
+        partial = output.with_suffix(".partial")  # an earlier record stays until there is a new one
         command = [sys.executable, "-m", "benchmarks.update_speed", *options]
         left = end - time.monotonic()
         try:
             done = (
                 left > 0
-                and not subprocess.run([*command, "--output", str(output)], timeout=left).returncode
+                and not subprocess.run(
+                    [*command, "--output", str(partial)], timeout=left
+                ).returncode
             )
         except subprocess.TimeoutExpired:
             done = False
-        if not done:
+        if done:
+            partial.replace(output)
+        else:
             missing.append(name)
     if missing:
         print(f"not measured within {seconds:.0f} s: {', '.join(missing)}")

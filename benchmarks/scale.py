@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
     **{
         name: CONTENDERS[name]
-        for name in ("adapprox", "adapprox rank 16", "adapprox rank 16, 8 bits", "adapprox_muon")
+        for name in ("adapprox", "adapprox rank 16", "adapprox rank 16 8 bits", "adapprox_muon")
     },
     "adapprox_muon, 4 bits": CONTENDERS["adapprox_muon 4 bits"],
 }

@@ -92,7 +92,10 @@ NAMED = {
         "params/hidden_matrices.py", "short < _SHORT", "short <= _SHORT", "tests/params"
     ),
     "a last axis of exactly one block": Mutant(
-        "transforms/guided_ema.py", "shape[-1] < BLOCK", "shape[-1] <= BLOCK", "tests/transforms"
+        "transforms/guided_ema.py",
+        "leaf.shape[block_axis(leaf.shape)] < BLOCK",
+        "leaf.shape[block_axis(leaf.shape)] <= BLOCK",
+        "tests/transforms",
     ),
     "the same bits for q and u": Mutant(
         "step/matrix.py",
@@ -102,7 +105,7 @@ NAMED = {
     ),
     "orthogonalizations that do not wait": Mutant(
         "transforms/orthogonalize.py",
-        "members[0] = begin_after(ready, members[0])",
+        "members[0] = begin_behind(platform, last, members[0])",
         "pass",
         "tests/transforms tests/optimizers",
     ),

@@ -74,17 +74,29 @@ def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
 
 
-def fused_outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
+def fused_outer(q: jax.Array, u: jax.Array, axis: int, *, in_order: bool = True) -> jax.Array:
     """`outer` of few columns as a sum of outer products, which fuses with what follows.
 
     On accelerators: as a product of matrices it would be written to memory and read again.
+
+    Args:
+      q: (m, width).
+      u: (n, width).
+      axis: Along which q stands.
+      in_order: Whether columns are laid out as they are read. Factors that are divided over a mesh
+        would be gathered for it.
+
+    Returns:
+      (m, n) for axis 0, (n, m) for axis 1.
     """
     if q.shape[1] > _MOST_OUTER_PRODUCTS:
         return outer(q, u, axis)
-    along_rows, along_columns = (q, u) if axis == 0 else (u, q)
+    down, across = (q.T, u.T) if axis == 0 else (u.T, q.T)
     # Without the barrier each column of a stack is cut out by its own kernel. Flat, because only
-    # then the entries of a column are next to each other, as a GPU reads them.
-    rows, flat = jax.lax.optimization_barrier((along_rows.T, along_columns.T.ravel()))
-    columns = flat.reshape(along_columns.T.shape)
-    terms = (row[:, None] * column[None, :] for row, column in zip(rows, columns, strict=True))
+    # then are the entries of a column next to each other. Neighbouring threads of a GPU read those
+    # of `across`, and all of them the same one of `down`.
+    laid = across.ravel() if in_order else across
+    down, laid = jax.lax.optimization_barrier((down, laid))
+    pairs = zip(down, laid.reshape(across.shape), strict=True)
+    terms = (x[:, None] * y[None, :] for x, y in pairs)
     return sum(terms, start=jnp.zeros((), q.dtype))

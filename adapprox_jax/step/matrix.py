@@ -21,6 +21,7 @@ from adapprox_jax.linalg.random_start import start_columns, warm_start
 from adapprox_jax.linalg.rounding import rounded, wide_dtype
 from adapprox_jax.linalg.srsi import fit_columns, mask_columns, power_of_two_below
 from adapprox_jax.settings import Settings
+from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.approximation import Approximation, average_of_moments
 from adapprox_jax.step.platform import Platform
@@ -135,8 +136,9 @@ def target_of(plan: Plan, matrix: Matrix) -> jax.Array:
 
 def product_of(plan: Plan, factors: Factors) -> jax.Array:
     """The product q u^T in the shape of the gradient."""
-    product = fused_outer if plan.platform.fuses_outer_products else outer
-    return product(*factors, plan.axis)
+    if plan.platform.fuses_outer_products:
+        return fused_outer(*factors, plan.axis, in_order=devices_in_use() == 1)
+    return outer(*factors, plan.axis)
 
 
 def gradient_of(matrix: Matrix) -> jax.Array:

@@ -25,7 +25,10 @@ def begin_behind_barrier(done: jax.Array, array: jax.Array) -> jax.Array:
 
 
 def begin_behind(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, once matrices (batch, m, n) are there, in the way of a platform."""
+    """The array, once matrices (batch, m, n) are there: `begin_after` or a barrier, by platform.
+
+    A row of each matrix tells, because a batch of matrices is done all at once.
+    """
     if platform.leaf_after_leaf:
         return begin_after(jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32), array)
     return begin_behind_barrier(done, array)

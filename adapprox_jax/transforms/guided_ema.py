@@ -259,14 +259,22 @@ def _average_leaves(
     step: Any,
     rule: _Rule,
 ) -> list[tuple[Any, Any, Any]]:
-    """What is emitted of the new average of each leaf, float32 or wider, and what is stored."""
+    """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
 
-    def averaged(update: jax.Array, last: jax.Array, step: Any) -> tuple[jax.Array, jax.Array]:
+    def averaged(
+        update: jax.Array, last: jax.Array, step: Any, *, in_codes: bool
+    ) -> tuple[jax.Array, jax.Array]:
         dtype = wide_dtype(update.dtype)
-        wide = update.astype(dtype)
-        last = last.astype(dtype)
+        wide, last = update.astype(dtype), last.astype(dtype)
         average = jnp.asarray(rule.b1 * last + (1 - rule.b1) * wide)
-        return average, _look_ahead(last, wide, rule.b1, step) if rule.nesterov else average
+        if not rule.nesterov:
+            return average, average
+        older, newer = _weights_of_nesterov(rule.b1, step)
+        # Of the last and the new average only one is kept: the new one takes the place of the last,
+        # or becomes codes, beside which it would stay in memory.
+        if not in_codes:
+            return average, jnp.asarray(older * average + newer * wide)
+        return average, jnp.asarray(older * rule.b1 * last + (older * (1 - rule.b1) + newer) * wide)
 
     def coded(operands: tuple[jax.Array, ...]) -> Any:
         return with_automatic_axes(average_codes, operands)(*operands, step)
@@ -275,7 +283,8 @@ def _average_leaves(
         update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, ...]:
         codes = begin_late_on_cpu(update, codes)
-        average, emitted = averaged(update, dequantize(codes, scales, update.shape), step)
+        last = dequantize(codes, scales, update.shape)
+        average, emitted = averaged(update, last, step, in_codes=True)
         noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
         return emitted, *quantize(average, rule.bits or 0, noise)
 
@@ -293,7 +302,7 @@ def _average_leaves(
                 " Was the state made for other parameters?"
             )
         else:
-            average, emitted = averaged(update, mu, step)
+            average, emitted = averaged(update, mu, step, in_codes=False)
             results[i] = emitted, average.astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]
@@ -314,16 +323,10 @@ def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> N
         )
 
 
-def _look_ahead(
-    last: jax.Array, update: jax.Array, b1: jax.typing.ArrayLike, step: Any
-) -> jax.Array:
-    """What Nesterov's momentum emits instead of the average, corrected for its start in zero.
-
-    From the last average, so that the new one, which goes into codes, need not stay in memory.
-    """
-    share = power(b1, step)
-    older, newer = b1 / (1 - b1 * share), (1 - b1) / (1 - share)
-    return jnp.asarray(older * b1 * last + (older * (1 - b1) + newer) * update)
+def _weights_of_nesterov(b1: jax.typing.ArrayLike, step: Any) -> tuple[Any, Any]:
+    """Of the new average and of the update in what is emitted, corrected for a start at zero."""
+    left = power(b1, step)
+    return b1 / (1 - b1 * left), (1 - b1) / (1 - left)
 
 
 def guidance_scale(
