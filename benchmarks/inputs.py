@@ -1,4 +1,7 @@
-"""Parameters of GPT-2's shapes, and gradients whose second moments have known ranks."""
+"""The rows of benchmarks: an optimizer by its name, and parameters and gradients for it.
+
+Parameters have GPT-2's shapes, and the second moments of gradients known ranks.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +16,7 @@ import adapprox_jax
 from benchmarks.contenders import CONTENDERS
 from examples.gpt2.model import CONFIGS, GPT
 
-# After a contender's name: the layers' parameters; their type; bfloat16 with remainders of 8 bits.
+# After a contender's name: layers' parameters in one array each; all in bfloat16; `split_weights`.
 WORDS = ("stacked", "bfloat16", "split")
 
 
@@ -59,7 +62,7 @@ def stacked(shapes: Any) -> Any:
 
 def random_like(shapes: Any, seed: int) -> Any:
     """Small random parameters of the given shapes."""
-    return _for_each_leaf(_normal, shapes, seed, lambda i: ())
+    return _for_each_leaf(_normal, shapes, seed)
 
 
 def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
@@ -68,32 +71,27 @@ def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
     A magnitude is a sum of outer products of log-normal vectors. The root of its square, which
     Adapprox factors, has that rank as long as the gradients stay the same.
     """
-    return _for_each_leaf(
-        functools.partial(_of_rank, largest_rank), shapes, seed, lambda i: (i % largest_rank + 1,)
-    )
+    return _for_each_leaf(functools.partial(_of_rank, largest_rank), shapes, seed)
 
 
-def _for_each_leaf(
-    make: Callable[..., jax.Array], shapes: Any, seed: int, more: Callable[[int], tuple[int, ...]]
-) -> Any:
-    """A tree of what `make` gives for a shape, a key, and more that goes with a leaf's number."""
+def _for_each_leaf(make: Callable[..., jax.Array], shapes: Any, seed: int) -> Any:
+    """A tree of what `make` gives for the shape, a key and the number of each leaf."""
     leaves, treedef = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    values = [
-        make(leaf.shape, keys[i], *more(i)).astype(leaf.dtype) for i, leaf in enumerate(leaves)
-    ]
+    values = [make(leaf.shape, keys[i], i).astype(leaf.dtype) for i, leaf in enumerate(leaves)]
     return jax.tree.unflatten(treedef, values)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _normal(shape: tuple[int, ...], key: jax.Array) -> jax.Array:
+def _normal(shape: tuple[int, ...], key: jax.Array, _: jax.Array) -> jax.Array:
     return 0.02 * jax.random.normal(key, shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _of_rank(
-    largest_rank: int, shape: tuple[int, ...], key: jax.Array, rank: jax.Array
+    largest_rank: int, shape: tuple[int, ...], key: jax.Array, number: jax.Array
 ) -> jax.Array:
+    rank = number % largest_rank + 1
     sign, *sides = jax.random.split(key, 3)
     magnitude = jnp.ones(())
     if len(shape) >= 2:

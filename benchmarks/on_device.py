@@ -17,7 +17,7 @@ from benchmarks.records import RESULTS
 
 _UPDATES = ("adamw", "adafactor", "muon", "adapprox", "adapprox_muon 4 bits")
 _STACKED = tuple(f"{name}, stacked" for name in (*_UPDATES, "adapprox 4 bits", "adapprox_muon"))
-_STEPS = ("adamw", "muon", "adapprox", "adapprox_muon 4 bits")
+_STEPS = ("adamw", "muon", "adapprox", "adapprox 4 bits", "adapprox_muon 4 bits")
 _TRAINING = ("--training-step", "--batch", "16", "--cycles", "3", "--contenders", *_STEPS)
 PARTS: dict[str, tuple[str, ...]] = {
     "update_117M": ("--steps", "20", "--contenders", *_UPDATES, *_STACKED),

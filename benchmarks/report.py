@@ -281,7 +281,8 @@ def _sizes(states: dict[str, dict]) -> dict[str, float]:
 
 def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
     """Bytes and loss of six optimizers, and the times of their steps."""
-    on_gpu = _read("speed/training_step_117M_device.json")["records"]["117M"]
+    record = _read("speed/training_step_117M_device.json")
+    on_gpu, gpu = record["records"]["117M"], record["device"].removeprefix("NVIDIA ")
     on_tpu = _read("speed/device_program_117M_v5e.json")["records"]
     rows = []
     for name, size in _sizes(states).items():
@@ -297,7 +298,7 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
         )
         rows.append(cells)
     titles = ["", "state, bytes per parameter", *(f"loss, {text}" for text in TEXTS)]
-    steps = ["training step on an H200", "update on a TPU v5e, by its program"]
+    steps = [f"training step on an {gpu}", "update on a TPU v5e, by its program"]
     return records.table([*titles, *steps], rows)
 
 

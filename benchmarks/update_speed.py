@@ -195,9 +195,10 @@ def main(
     records.write(path, result)
     print(table(result["records"]))
     print(f"written: {path}")
-    for runner in runners if profile is not None else ():
-        with jax.profiler.trace(str(profile / f"{runner.name}, {runner.model}")):
-            runner.cycle(1)
+    if profile is not None:
+        for runner in runners:
+            with jax.profiler.trace(str(profile / f"{runner.name}, {runner.model}")):
+                runner.cycle(1)
     return result
 
 
