@@ -6,6 +6,7 @@ is left is named and left out. Results go to `results/speed/`, one file a part.
 """
 
 import pathlib
+import shlex
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import tyro
 
-from benchmarks.records import RESULTS
+from benchmarks import records
 
 _UPDATES = ("adamw", "adafactor", "muon", "adapprox", "adapprox_muon 4 bits")
 _STACKED = tuple(f"{name}, stacked" for name in (*_UPDATES, "adapprox 4 bits", "adapprox_muon"))
@@ -39,27 +40,29 @@ def run_parts(parts: Mapping[str, Sequence[str]], seconds: float, folder: pathli
     for name, options in parts.items():
         output = folder / f"{name}_device.json"
         partial = output.with_suffix(".partial")  # an earlier record stays until there is a new one
-        command = [sys.executable, "-m", "benchmarks.update_speed", *options]
+        command = ["-m", "benchmarks.update_speed", *options]
         left = end - time.monotonic()
         try:
             done = (
                 left > 0
                 and not subprocess.run(
-                    [*command, "--output", str(partial)], timeout=left
+                    [sys.executable, *command, "--output", str(partial)], timeout=left
                 ).returncode
             )
         except subprocess.TimeoutExpired:
             done = False
         if done:
-            partial.replace(output)
+            record = records.read(partial)  # its command names a file of this machine
+            records.write(output, {**record, "command": shlex.join(["python", *command])})
         else:
             missing.append(name)
+        partial.unlink(missing_ok=True)
     if missing:
         print(f"not measured within {seconds:.0f} s: {', '.join(missing)}")
     return len(missing)
 
 
-def main(seconds: float = 570.0, output: pathlib.Path = RESULTS / "speed") -> None:
+def main(seconds: float = 570.0, output: pathlib.Path = records.RESULTS / "speed") -> None:
     """Measures updates and training steps on the accelerator of this machine.
 
     Args:

@@ -35,7 +35,7 @@ class Platform:
     sums_together: bool
     """Sums of small leaves are one sum of what was put together."""
     directions_at_once: int
-    """Entries that a Newton-Schulz iteration works on at once, with some 4 operands each."""
+    """Entries that a Newton-Schulz iteration works on at once; about four arrays are that large."""
     directions_dtype: Any
     """Type of the operands of a Newton-Schulz iteration; None for that of the matrices."""
 

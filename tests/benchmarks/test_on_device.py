@@ -16,13 +16,19 @@ def test_parts_are_run_until_the_time_is_up(tmp_path, capfd):
     assert run_parts(SMALL, 300, tmp_path) == 0
     record = json.loads((tmp_path / "small_device.json").read_text())
     assert record["records"]["tiny"]["adamw"]["seconds"] > 0
+    assert record["command"].startswith("python -m benchmarks.update_speed --models tiny")
+    assert str(tmp_path) not in record["command"]
+    assert [file.name for file in tmp_path.iterdir()] == ["small_device.json"]
     assert run_parts({**SMALL, **PARTS}, 0.01, tmp_path / "late") == 5
     assert "not measured within 0 s: small, update_117M" in capfd.readouterr().out
     assert not (tmp_path / "late").exists()
 
 
 def test_a_machine_without_an_accelerator_is_told(tmp_path, capfd):
+    earlier = tmp_path / "small_device.json"
+    earlier.write_text("{}")
     assert run_parts({"small": (*SMALL["small"], "--no-cpu")}, 300, tmp_path) == 1
+    assert earlier.read_text() == "{}"
     assert "--no-cpu needs an accelerator, and JAX sees none here" in capfd.readouterr().err
     with pytest.raises(SystemExit, match="seconds is 0; allowed: a number above 0"):
         main(seconds=0)
