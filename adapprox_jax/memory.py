@@ -22,7 +22,7 @@ from adapprox_jax.optimizers.adapprox_muon import adapprox_muon
 from adapprox_jax.params.hidden_matrices import hidden_matrices
 from adapprox_jax.params.model_shapes import KNOWN_MODELS, Shapes, shapes_of
 from adapprox_jax.sharding.state_shardings import state_shardings
-from adapprox_jax.state.report import state_nbytes
+from adapprox_jax.state.report import shaped_nbytes, state_nbytes
 from adapprox_jax.transforms.split_weights import split_weights
 
 DEVICES = (16, 24, 80, 95)  # GB of their memory, of 10^9 bytes each
@@ -148,7 +148,7 @@ def _state_nbytes(tx: optax.GradientTransformation, params: Any, is_divided: boo
 
 def _shard_nbytes(leaf: Any, sharding: NamedSharding | None) -> int:
     shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * leaf.dtype.itemsize
+    return shaped_nbytes(shape, leaf.dtype)
 
 
 def _record(memory: Memory, parameters: int, devices: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from flax import nnx
 from tqdm import tqdm
 
 import adapprox_jax
+from adapprox_jax.state.report import tree_nbytes
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
@@ -92,11 +93,6 @@ PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
 }
 
 
-def nbytes(tree: Any) -> int:
-    """Bytes of a tree of arrays, or of `jax.ShapeDtypeStruct`s."""
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
 def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     """The size of each optimizer's state, with the paper's figure.
 
@@ -118,9 +114,9 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     for name, tx in optimizers.items():
         state = jax.eval_shape(tx.init, shapes)
         found[name] = {
-            "mib": nbytes(state) / records.MIB,
+            "mib": tree_nbytes(state) / records.MIB,
             "paper_mib": papers.get(name),
-            "bytes_a_parameter": nbytes(state) / parameters,
+            "bytes_a_parameter": tree_nbytes(state) / parameters,
         }
     return found
 

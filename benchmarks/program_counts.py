@@ -29,7 +29,6 @@ CALLS = {
     "trsm": 6e-6,
 }
 DECOMPOSITIONS = ("gesvdj", "gesvd", "syev")
-_NARROW = ("pred", "s4", "u4")  # a byte each
 _NO_KERNELS = {
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"),
     *("partition-id", "replica-id", "async-update", "async-done", "copy-done"),
@@ -184,9 +183,13 @@ def _is_parameter(instruction: Instruction) -> bool:
 def nbytes_of(shape: str) -> int:
     """Bytes of the arrays in a shape, written as in the text of a program."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    return sum(_bytes_of(t) * math.prod(int(d) for d in dims.split(",") if d) for t, dims in arrays)
+    bits = [
+        _bits_of(dtype) * math.prod(int(size) for size in sizes.split(",") if size)
+        for dtype, sizes in arrays
+    ]
+    return sum(-(-of_one // 8) for of_one in bits)
 
 
-def _bytes_of(dtype: str) -> int:
+def _bits_of(dtype: str) -> int:
     bits = re.search(r"\d+", dtype)
-    return 1 if dtype in _NARROW or bits is None else int(bits.group()) // 8
+    return 8 if bits is None else int(bits.group())

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import adapprox_jax
+from adapprox_jax.state.report import shaped_nbytes, tree_nbytes
 from benchmarks import records
 from benchmarks.collectives import collectives_of
 from benchmarks.contenders import CONTENDERS, DECAY, RATE
@@ -132,10 +133,11 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
     for one in collectives_of(text):
         moved[one.kind] += one.nbytes
         number += one.times
-    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params)) / TENSOR
+    gradients = tree_nbytes(params) / TENSOR
     of_state = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return {
-        "state_mib": sum(_shard_nbytes(x, s) for x, s in of_state) / records.MIB,
+        "state_mib": sum(shaped_nbytes(s.shard_shape(x.shape), x.dtype) for x, s in of_state)
+        / records.MIB,
         "temporaries_mib": memory.temp_size_in_bytes / records.MIB,
         "kernels": count(text).kernels,
         "collectives": number,
@@ -143,13 +145,6 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
         "percent_of_gradients": 100 * sum(moved.values()) / gradients,
         "compile_seconds": seconds,
     }
-
-
-def _shard_nbytes(leaf: Any, sharding: NamedSharding) -> int:
-    size = leaf.dtype.itemsize
-    for extent in sharding.shard_shape(leaf.shape):
-        size *= extent
-    return size
 
 
 def main(

@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
+from adapprox_jax.state.report import tree_nbytes
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.h100 import mesh_of_h100s
@@ -138,16 +139,12 @@ def record_of(row: Row, sizes: Llama, batch: tuple[int, int], mesh: Any) -> dict
     activations = records.planned_memory(alone)["temporaries_mib"]
     count = sum(x.size for x in jax.tree.leaves(params))
     return {
-        "weights_mib": _mib(params),
-        "state_mib": _mib(state),
+        "weights_mib": tree_nbytes(params) / records.MIB,
+        "state_mib": tree_nbytes(state) / records.MIB,
         **planned,
         "activations_mib": activations,
         "bytes_a_parameter": (planned["peak_mib"] - activations) * records.MIB / count,
     }
-
-
-def _mib(tree: Any) -> float:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree)) / records.MIB
 
 
 def _mesh_of(device: str) -> Any:

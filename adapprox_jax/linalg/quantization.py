@@ -5,11 +5,9 @@ array would be moved to work on them.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from adapprox_jax.argument_checks import require, require_choice
 from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
@@ -38,8 +36,9 @@ def quantize(
     Returns:
       Codes and scales, with the array's shape but for the axis of the blocks: that of the rows, or
       the last where no other axis has 32 numbers. Along n numbers there are n / 32 blocks, rounded
-      up. Each has a scale in bfloat16, and 20 (5 bits) or 16 (4 bits) uint8 of codes; in 8 bits
-      there are n codes, int8. A number costs 1.06, 0.69 or 0.56 bytes.
+      up, each with a scale in bfloat16. There are n codes, int8 or int4; in 5 bits there are 40
+      int4 for each block. A number costs 1.06, 0.69 or 0.56 bytes of a device's memory, where JAX
+      packs two int4 into a byte.
 
     Raises:
       ValueError: bits is none of these, or the array is a scalar.
@@ -76,16 +75,11 @@ def quantize(
         ones = jnp.full(scales.shape, 0xFFFF, jnp.uint16)
         scales = jnp.where(jnp.isinf(scales), jnp.inf, round_stochastically(scales, ones))
         scales = scales.astype(_SCALE_DTYPE)
-    encode = functools.partial(_codes, scale=jnp.expand_dims(scales, axis + 1), bits=bits)
     noises = None if noise is None else in_blocks(noise, axis)
-    if bits == 8:
-        codes = encode(blocks, noises).astype(jnp.int8)
-    else:  # each half by itself: codes that are made together would be written before they are cut
-        low, high = map(encode, _halves(blocks, axis + 1), _halves(noises, axis + 1))
-        codes = _packed(low, high)
-        if bits == 5:
-            codes = jnp.concatenate([codes, _signs(low, high, axis + 1)], axis + 1)
-    codes = _joined(codes, axis)
+    codes = _codes(blocks, noises, jnp.expand_dims(scales, axis + 1), bits)
+    if bits == 5:
+        codes = _with_signs_apart(codes, axis + 1)
+    codes = _joined(codes.astype(_DTYPES[bits]), axis)
     return jax.lax.slice_in_dim(codes, 0, _length(array.shape[axis], bits), axis=axis), scales
 
 
@@ -128,7 +122,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
     """
     if not isinstance(shape, tuple) or not shape:
         raise ValueError(f"shape is {shape!r}; allowed: a tuple of at least one integer.")
-    require_choice("codes.dtype", codes.dtype, (jnp.dtype(jnp.int8), jnp.dtype(jnp.uint8)))
+    require_choice("codes.dtype", codes.dtype, list(map(jnp.dtype, (jnp.int8, jnp.int4))))
     expected = {bits: quantized_like(shape, bits) for bits in BITS}
     given = codes.shape, codes.dtype, scales.shape
     possible = {(x.shape, x.dtype, y.shape): bits for bits, (x, y) in expected.items()}
@@ -139,7 +133,8 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
             f" allowed for shape {shape}: {allowed}."
         )
     bits, axis = possible[given], block_axis(shape)
-    signed = _unpacked(in_blocks(codes, axis, _IN_BLOCK[bits]), bits, axis + 1)
+    blocks = in_blocks(codes.astype(jnp.int32), axis, _IN_BLOCK[bits])
+    signed = _with_signs(blocks, axis + 1) if bits == 5 else blocks
     units = _units(signed.astype(jnp.float32), 2 ** (bits - 1) - 1)
     numbers = _joined(units * jnp.expand_dims(scales.astype(jnp.float32), axis + 1), axis)
     return jax.lax.slice_in_dim(numbers, 0, shape[axis], axis=axis)
@@ -159,8 +154,7 @@ def quantized_like(
     def of(length: int) -> tuple[int, ...]:
         return (*shape[:axis], length, *shape[axis + 1 :])
 
-    dtype = jnp.int8 if bits == 8 else jnp.uint8
-    codes = jax.ShapeDtypeStruct(of(_length(shape[axis], bits)), dtype)
+    codes = jax.ShapeDtypeStruct(of(_length(shape[axis], bits)), _DTYPES[bits])
     return codes, jax.ShapeDtypeStruct(of(-(-shape[axis] // BLOCK)), _SCALE_DTYPE)
 
 
@@ -196,44 +190,21 @@ def _joined(blocks: jax.Array, axis: int) -> jax.Array:
 
 def _length(n: int, bits: int) -> int:
     """How many codes there are of n numbers."""
-    return n if bits == 8 else -(-n // BLOCK) * _IN_BLOCK[bits]
+    return -(-n // BLOCK) * _IN_BLOCK[bits] if bits == 5 else n
 
 
-def _halves(x: jax.Array | None, axis: int) -> list[Any]:
-    """The first and the second half along an axis."""
-    return [None, None] if x is None else jnp.split(x, 2, axis)
+def _with_signs_apart(codes: jax.Array, axis: int) -> jax.Array:
+    """The lower 4 bits of the 32 codes of a block, and their signs, four in a number."""
+    signs = [part.astype(jnp.int32) << i for i, part in enumerate(jnp.split(codes < 0, 4, axis))]
+    low = jnp.concatenate([codes & 15, functools.reduce(jnp.bitwise_or, signs)], axis)
+    return (low ^ 8) - 8  # as signed numbers of 4 bits
 
 
-def _packed(low: jax.Array, high: jax.Array) -> jax.Array:
-    """The lower 4 bits of two codes in a byte."""
-    return ((low & 0xF) | ((high & 0xF) << 4)).astype(jnp.uint8)
+def _with_signs(parts: jax.Array, axis: int) -> jax.Array:
+    """Undoes `_with_signs_apart`."""
+    low, signs = jnp.split(parts, [BLOCK], axis)
+    return (low & 15) - 16 * jnp.concatenate([signs >> i & 1 for i in range(4)], axis)
 
 
-def _signs(low: jax.Array, high: jax.Array, axis: int) -> jax.Array:
-    """The signs of 32 codes in 4 bytes."""
-    parts = [*jnp.split(low < 0, 4, axis), *jnp.split(high < 0, 4, axis)]
-    bits = [part.astype(jnp.int32) << place for place, part in enumerate(parts)]
-    return functools.reduce(jnp.bitwise_or, bits).astype(jnp.uint8)
-
-
-def _unpacked(codes: jax.Array, bits: int, axis: int) -> jax.Array:
-    """The 32 codes in the bytes of a block, as int32."""
-    if bits == 8:
-        return codes.astype(jnp.int32)
-    pairs = jax.lax.slice_in_dim(codes, 0, BLOCK // 2, axis=axis)
-    lower = _cut(pairs, 2, 4, axis)
-    if bits == 4:
-        return (lower ^ 8) - 8
-    return lower - 16 * _cut(jax.lax.slice_in_dim(codes, BLOCK // 2, None, axis=axis), 8, 1, axis)
-
-
-def _cut(codes: jax.Array, count: int, bits: int, axis: int) -> jax.Array:
-    """Bytes as `count` numbers of some bits each: the lowest bits of all bytes come first."""
-    shape = (*codes.shape[:axis], count, *codes.shape[axis:])
-    repeated = jnp.broadcast_to(jnp.expand_dims(codes, axis), shape).astype(jnp.int32)
-    places = np.arange(count, dtype=np.int32) * bits
-    places = places.reshape([count if i == axis else 1 for i in range(len(shape))])
-    return _joined((repeated >> places) & (2**bits - 1), axis)
-
-
-_IN_BLOCK = {8: BLOCK, 5: 20, 4: 16}  # bytes of a block
+_IN_BLOCK = {8: BLOCK, 5: 40, 4: BLOCK}  # numbers of a block
+_DTYPES = {8: jnp.int8, 5: jnp.int4, 4: jnp.int4}

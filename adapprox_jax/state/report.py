@@ -119,7 +119,21 @@ def state_nbytes(tx: optax.GradientTransformation, params: optax.Params) -> int:
     """
     require_transformation("tx", tx)
     state = jax.eval_shape(tx.init, params)
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    return tree_nbytes(state)
+
+
+def tree_nbytes(tree: Any) -> int:
+    """Bytes of a tree of arrays, or of their descriptions, in the memory of a device.
+
+    There two int4 share a byte, which `nbytes` of an array does not know.
+    """
+    return sum(shaped_nbytes(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(tree))
+
+
+def shaped_nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array of a shape in the memory of a device."""
+    bits = 4 if dtype == jnp.int4 else 8 * dtype.itemsize
+    return -(-math.prod(shape) * bits // 8)
 
 
 def _matrix_norms(x: jax.Array) -> np.ndarray:

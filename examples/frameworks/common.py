@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 import adapprox_jax
+from adapprox_jax.state.report import tree_nbytes
 
 RATE = 3e-3
 STEPS = 20
@@ -70,8 +71,8 @@ def check(package: str, train: Train) -> None:
 def _compared(whole: Trained, resumed: Trained) -> dict[str, Any]:
     ours, theirs = (jax.tree.leaves((x.params, x.state)) for x in (whole, resumed))
     arrays = [x for x in jax.tree.leaves(whole.state) if isinstance(x, jax.Array)]
-    total = sum(x.nbytes for x in arrays)
-    on_one = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+    total = tree_nbytes(arrays)
+    on_one = tree_nbytes([x.addressable_shards[0].data for x in arrays])
     numbers = sum(x.size for x in jax.tree.leaves(whole.params))
     return {
         "first loss": round(float(whole.losses[0]), 3),

@@ -136,6 +136,8 @@ def _fingerprint(tree: Any) -> jax.Array:
     """A sum over all bytes with weights that depend on their place; the same on every mesh."""
     total = jnp.uint32(0)
     for leaf in jax.tree.leaves(tree):
+        if leaf.dtype == jnp.int4:
+            leaf = leaf.astype(jnp.int8)
         parts = jax.lax.bitcast_convert_type(leaf, jnp.uint8).astype(jnp.uint32)
         places = jnp.zeros(parts.shape, jnp.uint32)
         for axis in range(parts.ndim):

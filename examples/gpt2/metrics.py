@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import adapprox_jax
+from adapprox_jax.state.report import shaped_nbytes, tree_nbytes
 from examples.gpt2.command import DivergedError
 from examples.gpt2.folder import write_whole
 from examples.gpt2.loop import TrainState
@@ -68,7 +69,7 @@ class Metrics:
         if report:
             row["ranks"] = {leaf: info.rank for leaf, info in report.items()}
             row["mean_rank"] = float(np.mean(list(row["ranks"].values())))
-            row["state_mib"] = _mib(state.opt_state)
+            row["state_mib"] = tree_nbytes(state.opt_state) / MIB
             words += f", mean rank {row['mean_rank']:.1f}, state {row['state_mib']:.2f} MiB"
         self.write(step, **row)
         tqdm.write(words)
@@ -94,7 +95,7 @@ def memory(state: TrainState) -> dict[str, float]:
     report = adapprox_jax.rank_report(state.opt_state, state.params).values()
     return {
         "parameters": parameters,
-        "state_mib": _mib(state.opt_state),
+        "state_mib": tree_nbytes(state.opt_state) / MIB,
         "adamw_state_mib": (2 * 4 * parameters + 4) / MIB,  # in float32, with its count
         "factored_share": sum(math.prod(info.shape) for info in report) / parameters,
     }
@@ -104,7 +105,7 @@ def describe(state: TrainState) -> str:
     """`memory` in words, and what of it lies on one device."""
     sizes = memory(state)
     on_one = sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        shaped_nbytes(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
         for leaf in jax.tree.leaves(state.opt_state)
     )
     return (
@@ -112,10 +113,6 @@ def describe(state: TrainState) -> str:
         f" leaves; optimizer state {sizes['state_mib']:.2f} MiB, {on_one / MIB:.2f} on each device"
         f" (AdamW's: {sizes['adamw_state_mib']:.2f} MiB)"
     )
-
-
-def _mib(tree: Any) -> float:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) / MIB
 
 
 def plot(rows: Sequence[Mapping[str, Any]], path: pathlib.Path) -> None:

@@ -119,5 +119,5 @@ def test_axlearns_interface(monkeypatch):
     is_spec = lambda x: isinstance(x, Spec)  # noqa: E731
     types = jax.tree.map(lambda s: (s.shape, s.dtype), found, is_leaf=is_spec)
     assert types == jax.tree.map(lambda x: (x.shape, x.dtype), state)
-    codes = [s for s in jax.tree.leaves(found, is_leaf=is_spec) if s.dtype == jnp.uint8]
+    codes = [s for s in jax.tree.leaves(found, is_leaf=is_spec) if s.dtype == jnp.int4]
     assert [s.mesh_axes for s in codes] == [PartitionSpec("fsdp", "model")]

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -10,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from adapprox_jax import state_shardings
+from adapprox_jax.state.report import shaped_nbytes
 
 SHAPES = {
     "kernel": ((256, 512), P("x", "y")),
@@ -152,7 +152,7 @@ def test_a_state_is_born_there_and_no_device_holds_more_than_its_part(mesh, name
     compiled = jax.jit(tx.init, out_shardings=shardings).lower(params).compile()
     shapes = jax.eval_shape(tx.init, params)
     sizes = jax.tree.map(
-        lambda x, s: np.prod(s.shard_shape(x.shape)) * x.dtype.itemsize, shapes, shardings
+        lambda x, s: shaped_nbytes(s.shard_shape(x.shape), x.dtype), shapes, shardings
     )
     memory = compiled.memory_analysis()
     # What a jitted function returns is a table of pointers, too, eight bytes an array.
