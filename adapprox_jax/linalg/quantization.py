@@ -62,31 +62,47 @@ def quantize(
         raise ValueError(f"noise has shape {shape}; allowed: that of the array, {array.shape}.")
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
     axis = block_axis(array.shape)
-    blocks = in_blocks(array.astype(jnp.float32), axis)
-    # Of quarters first: to look along rows within 8 of them is slow on TPUs.
-    quarters = map(jnp.abs, jnp.split(blocks, 4, axis + 1))
-    largest_in_block = jnp.max(functools.reduce(jnp.maximum, quarters), axis=axis + 1)
-    scales = jnp.where(
-        jnp.isinf(largest_in_block), jnp.inf, jnp.minimum(largest_in_block, LARGEST_BFLOAT16)
-    )
+    wide = array.astype(jnp.float32)
+    largest = _largest_in_blocks(wide, axis)
+    scales = jnp.where(jnp.isinf(largest), jnp.inf, jnp.minimum(largest, LARGEST_BFLOAT16))
     if noise is None:
         scales = scales.astype(_SCALE_DTYPE)
     else:  # up: a number beyond its scale would be cut off
         ones = jnp.full(scales.shape, 0xFFFF, jnp.uint16)
         scales = jnp.where(jnp.isinf(scales), jnp.inf, round_stochastically(scales, ones))
         scales = scales.astype(_SCALE_DTYPE)
-    noises = None if noise is None else in_blocks(noise, axis)
-    codes = _codes(blocks, noises, jnp.expand_dims(scales, axis + 1), bits)
+    codes = _codes(wide, noise, _of_each(scales, axis, array.shape[axis]), bits)
     if bits == 5:
-        codes = _with_signs_apart(codes, axis + 1)
-    codes = _joined(codes.astype(_DTYPES[bits]), axis)
-    return jax.lax.slice_in_dim(codes, 0, _length(array.shape[axis], bits), axis=axis), scales
+        codes = _with_signs_apart(codes, axis)
+    return codes.astype(_DTYPES[bits]), scales
+
+
+def _largest_in_blocks(array: jax.Array, axis: int) -> jax.Array:
+    """The largest magnitude in each block; the last one may be short."""
+    length = array.shape[axis]
+    whole = length - length % BLOCK
+    blocks = in_blocks(jax.lax.slice_in_dim(array, 0, whole, axis=axis), axis)
+    # Of quarters first: to look along rows within 8 of them is slow on TPUs.
+    quarters = map(jnp.abs, jnp.split(blocks, 4, axis + 1))
+    largest = [jnp.max(functools.reduce(jnp.maximum, quarters), axis=axis + 1)]
+    if whole < length:  # and not padded, which would be one more copy
+        rest = jax.lax.slice_in_dim(array, whole, length, axis=axis)
+        largest.append(jnp.max(jnp.abs(rest), axis=axis, keepdims=True))
+    return jnp.concatenate(largest, axis)
+
+
+def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
+    """For each of so many numbers the scale of its block, float32."""
+    blocks = jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
+    shape = (*blocks.shape[: axis + 1], BLOCK, *blocks.shape[axis + 2 :])
+    each = _joined(jnp.broadcast_to(blocks, shape), axis)
+    return jax.lax.slice_in_dim(each, 0, length, axis=axis)
 
 
 def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -> jax.Array:
-    """The codes of numbers in blocks with some scales, as int32."""
+    """The codes of numbers whose blocks have some scales, as int32."""
     # An eighth of both: the reciprocal of the largest numbers would count as zero.
-    wide = scale.astype(jnp.float32) / 8
+    wide = scale / 8
     unit = x / 8 / jnp.where(wide == 0, 1, wide)
     largest = 2 ** (bits - 1) - 1
     exact = 3 * largest * unit / (2 + jnp.abs(unit))
@@ -133,11 +149,9 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
             f" allowed for shape {shape}: {allowed}."
         )
     bits, axis = possible[given], block_axis(shape)
-    blocks = in_blocks(codes.astype(jnp.int32), axis, _IN_BLOCK[bits])
-    signed = _with_signs(blocks, axis + 1) if bits == 5 else blocks
+    signed = _with_signs(codes, axis, shape[axis]) if bits == 5 else codes
     units = _units(signed.astype(jnp.float32), 2 ** (bits - 1) - 1)
-    numbers = _joined(units * jnp.expand_dims(scales.astype(jnp.float32), axis + 1), axis)
-    return jax.lax.slice_in_dim(numbers, 0, shape[axis], axis=axis)
+    return units * _of_each(scales, axis, shape[axis])
 
 
 def _units(codes: jax.Array, largest: int) -> jax.Array:
@@ -154,7 +168,8 @@ def quantized_like(
     def of(length: int) -> tuple[int, ...]:
         return (*shape[:axis], length, *shape[axis + 1 :])
 
-    codes = jax.ShapeDtypeStruct(of(_length(shape[axis], bits)), _DTYPES[bits])
+    length = -(-shape[axis] // BLOCK) * _WITH_SIGNS if bits == 5 else shape[axis]
+    codes = jax.ShapeDtypeStruct(of(length), _DTYPES[bits])
     return codes, jax.ShapeDtypeStruct(of(-(-shape[axis] // BLOCK)), _SCALE_DTYPE)
 
 
@@ -188,23 +203,24 @@ def _joined(blocks: jax.Array, axis: int) -> jax.Array:
     return blocks.reshape(*shape[:axis], shape[axis] * shape[axis + 1], *shape[axis + 2 :])
 
 
-def _length(n: int, bits: int) -> int:
-    """How many codes there are of n numbers."""
-    return -(-n // BLOCK) * _IN_BLOCK[bits] if bits == 5 else n
-
-
 def _with_signs_apart(codes: jax.Array, axis: int) -> jax.Array:
-    """The lower 4 bits of the 32 codes of a block, and their signs, four in a number."""
-    signs = [part.astype(jnp.int32) << i for i, part in enumerate(jnp.split(codes < 0, 4, axis))]
-    low = jnp.concatenate([codes & 15, functools.reduce(jnp.bitwise_or, signs)], axis)
-    return (low ^ 8) - 8  # as signed numbers of 4 bits
+    """The lower 4 bits of the 32 codes of each block, and their signs, four in a number."""
+    blocks = in_blocks(codes, axis)
+    negative = jnp.split(blocks < 0, 4, axis + 1)
+    signs = functools.reduce(
+        jnp.bitwise_or, [part.astype(jnp.int32) << i for i, part in enumerate(negative)]
+    )
+    low = jnp.concatenate([blocks & 15, signs], axis + 1)
+    return _joined((low ^ 8) - 8, axis)  # as signed numbers of 4 bits
 
 
-def _with_signs(parts: jax.Array, axis: int) -> jax.Array:
-    """Undoes `_with_signs_apart`."""
-    low, signs = jnp.split(parts, [BLOCK], axis)
-    return (low & 15) - 16 * jnp.concatenate([signs >> i & 1 for i in range(4)], axis)
+def _with_signs(parts: jax.Array, axis: int, length: int) -> jax.Array:
+    """Undoes `_with_signs_apart` of so many codes."""
+    blocks = in_blocks(parts.astype(jnp.int32), axis, _WITH_SIGNS)
+    low, signs = jnp.split(blocks, [BLOCK], axis + 1)
+    high = jnp.concatenate([signs >> i & 1 for i in range(4)], axis + 1)
+    return jax.lax.slice_in_dim(_joined((low & 15) - 16 * high, axis), 0, length, axis=axis)
 
 
-_IN_BLOCK = {8: BLOCK, 5: 40, 4: BLOCK}  # numbers of a block
+_WITH_SIGNS = 40  # numbers of 4 bits for the codes of a block in 5 bits
 _DTYPES = {8: jnp.int8, 5: jnp.int4, 4: jnp.int4}

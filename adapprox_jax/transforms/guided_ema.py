@@ -212,6 +212,14 @@ class _Rule:
         require_choice("rounding", self.rounding, get_args(Rounding))
         require_flag("nesterov", self.nesterov)
 
+    def emitted(self, average: jax.Array, update: jax.Array, step: Any) -> jax.Array:
+        """The average, or with Nesterov's momentum what both come to, corrected for the start."""
+        if not self.nesterov:
+            return average
+        left = power(self.b1, step)
+        older, newer = self.b1 / (1 - self.b1 * left), (1 - self.b1) / (1 - left)
+        return jnp.asarray(older * average + newer * update)
+
 
 def _scale_of_each(scales: Leaves, leaves: Leaves) -> list[Any]:
     """The scales of each leaf; None for one that is not kept in codes."""
@@ -261,20 +269,9 @@ def _average_leaves(
 ) -> list[tuple[Any, Any, Any]]:
     """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
 
-    def averaged(
-        update: jax.Array, last: jax.Array, step: Any, *, in_codes: bool
-    ) -> tuple[jax.Array, jax.Array]:
+    def averaged(update: jax.Array, last: jax.Array) -> jax.Array:
         dtype = wide_dtype(update.dtype)
-        wide, last = update.astype(dtype), last.astype(dtype)
-        average = jnp.asarray(rule.b1 * last + (1 - rule.b1) * wide)
-        if not rule.nesterov:
-            return average, average
-        older, newer = _weights_of_nesterov(rule.b1, step)
-        # Of the last and the new average only one is kept: the new one takes the place of the last,
-        # or becomes codes, beside which it would stay in memory.
-        if not in_codes:
-            return average, jnp.asarray(older * average + newer * wide)
-        return average, jnp.asarray(older * rule.b1 * last + (older * (1 - rule.b1) + newer) * wide)
+        return jnp.asarray(rule.b1 * last.astype(dtype) + (1 - rule.b1) * update.astype(dtype))
 
     def coded(operands: tuple[jax.Array, ...]) -> Any:
         return with_automatic_axes(average_codes, operands)(*operands, step)
@@ -284,7 +281,9 @@ def _average_leaves(
     ) -> tuple[jax.Array, ...]:
         codes = begin_late_on_cpu(update, codes)
         last = dequantize(codes, scales, update.shape)
-        average, emitted = averaged(update, last, step, in_codes=True)
+        # In memory, so that updates are made once: what is emitted is made from both averages.
+        average = jax.lax.optimization_barrier(averaged(update, last))
+        emitted = rule.emitted(average, (average - rule.b1 * last) / (1 - rule.b1), step)
         noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
         return emitted, *quantize(average, rule.bits or 0, noise)
 
@@ -302,7 +301,8 @@ def _average_leaves(
                 " Was the state made for other parameters?"
             )
         else:
-            average, emitted = averaged(update, mu, step, in_codes=False)
+            average = averaged(update, mu)
+            emitted = rule.emitted(average, update.astype(average.dtype), step)
             results[i] = emitted, average.astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]
@@ -321,12 +321,6 @@ def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> N
             f"{name}: the state's codes have {kept} bits; mu_dtype is int{bits}. Was the state made"
             " with another mu_dtype?"
         )
-
-
-def _weights_of_nesterov(b1: jax.typing.ArrayLike, step: Any) -> tuple[Any, Any]:
-    """Of the new average and of the update in what is emitted, corrected for a start at zero."""
-    left = power(b1, step)
-    return b1 / (1 - b1 * left), (1 - b1) / (1 - left)
 
 
 def guidance_scale(
