@@ -139,11 +139,10 @@ def _each_part(
     """
     if parts == (1, 1):
         return work(stack)
-    batch, m, n = stack.shape
-    rows, columns = m // parts[0], n // parts[1]
-    cut = stack.reshape(batch, parts[0], rows, parts[1], columns).swapaxes(2, 3)
-    done = work(cut.reshape(-1, rows, columns))
-    return done.reshape(cut.shape).swapaxes(2, 3).reshape(stack.shape)
+    cut = jnp.concatenate(jnp.split(stack, parts[0], axis=1))
+    done = work(jnp.concatenate(jnp.split(cut, parts[1], axis=2)))
+    joined = jnp.concatenate(jnp.split(done, parts[1]), axis=2)
+    return jnp.concatenate(jnp.split(joined, parts[0]), axis=1)
 
 
 def _at_once(platform: Platform, shape: Sequence[int]) -> int:
