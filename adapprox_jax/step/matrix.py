@@ -124,12 +124,23 @@ def start_of(plan: Plan, u: jax.Array, sizes: jax.Array) -> jax.Array:
     return start
 
 
-def target_of(plan: Plan, matrix: Matrix) -> jax.Array:
-    """A in the shape of the gradient: b2 V + (1 - b2) G^2 or its root, divided by its scale."""
+def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Array:
+    """A in the shape of the gradient: b2 V + (1 - b2) G^2 or its root, divided by its scale.
+
+    Args:
+      plan: Of the leaf.
+      matrix: The matrix.
+      read_once: Whether it only goes into one sum. A target that goes into another product, or into
+        two sums, would be written to memory if q u^T were a product of matrices.
+    """
     if matrix.target is not None:
         return matrix.target
     q, u = (x.astype(matrix.scale.dtype) for x in (matrix.q, matrix.u))
-    last = product_of(plan, Factors(q, u / plan.approximation.of_scale(matrix.scale)))
+    factors = Factors(q, u / plan.approximation.of_scale(matrix.scale))
+    if read_once and plan.platform.fuses_products:
+        last = outer(*factors, plan.axis)
+    else:
+        last = product_of(plan, factors)
     last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)
     return plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2)
 
@@ -200,7 +211,7 @@ def residuals_of(
     plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
 ) -> jax.Array:
     """What adds up to ||A - q u^T||^2 in squared units."""
-    difference = target_of(plan, matrix) - product_of(plan, Factors(q, u))
+    difference = target_of(plan, matrix, read_once=True) - product_of(plan, Factors(q, u))
     units = difference / unit
     if plan.platform.sums_in_blocks and plan.batch == 1:
         return jnp.sum(jnp.square(in_blocks(units, 0)), axis=1)

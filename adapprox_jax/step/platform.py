@@ -16,6 +16,8 @@ class Platform:
     """The whole step of a leaf is done before that of the next; else phases go over all leaves."""
     fuses_outer_products: bool
     """q u^T of few columns is a sum of outer products, which is never written to memory."""
+    fuses_products: bool
+    """A product of matrices fuses into the one sum that reads it."""
     most_parts: int
     """Parts that one long sum is split into, so that it keeps many cores busy."""
     largest_whole: int | None
@@ -43,6 +45,7 @@ class Platform:
 CPU = Platform(
     leaf_after_leaf=True,
     fuses_outer_products=False,
+    fuses_products=False,
     most_parts=1,
     largest_whole=2**23,
     largest_slice=2**20,
@@ -58,6 +61,7 @@ CPU = Platform(
 GPU = Platform(
     leaf_after_leaf=False,
     fuses_outer_products=True,
+    fuses_products=False,
     most_parts=64,
     largest_whole=None,
     largest_slice=2**25,
@@ -71,7 +75,9 @@ GPU = Platform(
     directions_dtype=jnp.bfloat16,
 )
 # An elementwise operand fuses into a product, unless that is cut into parts.
-TPU = dataclasses.replace(GPU, most_parts=1, most_kept=0, directions_at_once=2**24)
+TPU = dataclasses.replace(
+    GPU, fuses_products=True, most_parts=1, most_kept=0, directions_at_once=2**24
+)
 
 
 def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
