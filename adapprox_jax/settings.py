@@ -176,6 +176,7 @@ class Hyperparameters:
     eps_root: jax.typing.ArrayLike
     bias_correction: bool
     error_threshold: optax.ScalarOrSchedule
+    clipping_threshold: jax.typing.ArrayLike | None = None  # d; None: no clip
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
@@ -193,6 +194,9 @@ class Hyperparameters:
         allowed = "a number of at least 0, or a function from the step to one"
         threshold = self.error_threshold
         require_or_schedule("error_threshold", threshold, lambda x: x >= 0, allowed)
+        if self.clipping_threshold is not None:
+            clip = self.clipping_threshold
+            require("clipping_threshold", clip, lambda x: x > 0, "a number above 0, or None")
 
     def at(self, step: jax.Array) -> dict[str, Any]:
         """The numbers of a step, from 1, as `StepScalars` names them."""
@@ -203,6 +207,7 @@ class Hyperparameters:
             "eps_root": self.eps_root,
             "correction": 1 - power(b2, step) if self.bias_correction else 1.0,
             "error_threshold": at_step("error_threshold", self.error_threshold, step),
+            "clipping_threshold": self.clipping_threshold,
         }
 
 

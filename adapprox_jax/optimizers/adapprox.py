@@ -16,7 +16,6 @@ from adapprox_jax.settings import (
 )
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
-from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
 from adapprox_jax.transforms.weight_decay import decay_and_rate
 
@@ -140,35 +139,30 @@ def adapprox(
     Source: paper, Algorithm 3; the deviations are in docs/algorithm.md.
     """
     settings = Settings.of(locals())
-    hyperparameters = Hyperparameters(b2, eps, eps_root, bias_correction, error_threshold)
+    hyperparameters = Hyperparameters(
+        b2, eps, eps_root, bias_correction, error_threshold, clipping_threshold
+    )
+    _check_size(clipping_threshold, bias_correction, b2)
     numbers = weight_dimension_numbers
     return named_chain(
         "adapprox",
         scale_with(settings, hyperparameters, numbers, key),
-        _clip(clipping_threshold, bias_correction, b2, numbers),
+        optax.identity(),  # the place of the clip, which is made with the step
         _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, nesterov, numbers),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )
 
 
-def _clip(
-    threshold: jax.typing.ArrayLike | None,
-    bias_correction: bool,
-    b2: optax.ScalarOrSchedule,
-    weight_dimension_numbers: WeightDimensionNumbers,
-) -> optax.GradientTransformation:
-    """The clip, or nothing where there is no threshold and an unbiased second moment instead."""
-    if threshold is not None:
-        allowed = "a number above 0, or None"
-        require("clipping_threshold", threshold, lambda x: x > 0, allowed)
-        return clip_by_matrix_rms(threshold, weight_dimension_numbers)
-    if not (bias_correction or begins_at_zero(b2)):
+def _check_size(
+    threshold: jax.typing.ArrayLike | None, bias_correction: bool, b2: optax.ScalarOrSchedule
+) -> None:
+    """Raises ValueError where the first updates would be large."""
+    if threshold is None and not (bias_correction or begins_at_zero(b2)):
         raise ValueError(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
             " bias_correction=True or b2=increasing_decay(), because the first updates would be"
             " 1 / sqrt(1 - b2) in size."
         )
-    return optax.identity()
 
 
 def _average(

@@ -1,5 +1,6 @@
 """adapprox_muon: orthogonal directions with a second moment for hidden matrices."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from adapprox_jax.settings import (
 )
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
-from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms, scale_to_matrix_rms
+from adapprox_jax.transforms.matrix_rms import scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
@@ -142,6 +143,7 @@ def adapprox_muon(
     hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     numbers = weight_dimension_numbers
     scaled = scale_with(settings, hyperparameters, numbers, key)
+    clips = dataclasses.replace(hyperparameters, clipping_threshold=1.0)
 
     of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
     hidden = optax.chain(
@@ -150,8 +152,8 @@ def adapprox_muon(
         *_divide_and_scale(second_moment, b2, eps, scaled, numbers),
     )
     others = optax.chain(
-        scaled,
-        clip_by_matrix_rms(1.0, numbers),
+        scale_with(settings, clips, numbers, key),
+        optax.identity(),  # the place of the clip, which is made with the step
         average_unless_zero(adapprox_b1, nesterov=nesterov, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )

@@ -1,4 +1,4 @@
-"""What one step does with one matrix: Algorithm 3 up to the clip, and within it Algorithms 1 and 2.
+"""What one step does with one matrix: Algorithm 3 with the clip, and within it Algorithms 1 and 2.
 
 The functions stand in the order of the work (`phases` calls them). Shapes: the target A is (m, n)
 with m at most n, q is (m, width) and u = A^T q is (n, width). The gradient may hold A's transpose:
@@ -130,8 +130,8 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     Args:
       plan: Of the leaf.
       matrix: The matrix.
-      read_once: Whether it only goes into one sum. A target that goes into another product, or into
-        two sums, would be written to memory if q u^T were a product of matrices.
+      read_once: Whether it only goes into sums of one pass. A target that goes into another
+        product, or into two passes, would be written to memory if q u^T were a product of matrices.
     """
     if matrix.target is not None:
         return matrix.target
@@ -169,9 +169,9 @@ def project(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
     return contract(target_of(plan, matrix), q, plan.axis)
 
 
-def quotient_of(plan: Plan, matrix: Matrix) -> jax.Array:
+def quotient_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Array:
     """The gradient over the root of V, in its type."""
-    root = plan.approximation.root(target_of(plan, matrix))
+    root = plan.approximation.root(target_of(plan, matrix, read_once=read_once))
     scaled = divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
     return scaled.astype(matrix.grad.dtype)
 
@@ -218,11 +218,35 @@ def residuals_of(
     return jnp.sum(jnp.square(units))
 
 
-def residuals_and_quotient(
+def residuals_and_squares(
     plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """`residuals_of` and `quotient_of` in one pass, the last one: it may overwrite the gradient."""
-    return residuals_of(plan, matrix, q, u, unit), quotient_of(plan, matrix)
+    """`residuals_of`, and the sum of the squares of the quotient, in one pass."""
+    quotient = quotient_of(plan, matrix, read_once=True)
+    return residuals_of(plan, matrix, q, u, unit), sum_of_squares(plan, quotient)
+
+
+def residuals_and_quotient(
+    plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The same and the quotient, in one pass, the last one: it may overwrite the gradient."""
+    quotient = quotient_of(plan, matrix)
+    residuals = residuals_of(plan, matrix, q, u, unit)
+    return residuals, sum_of_squares(plan, quotient), quotient
+
+
+def sum_of_squares(plan: Plan, quotient: jax.Array) -> jax.Array:
+    """Of all entries, in the type that is worked in."""
+    return jnp.sum(jnp.square(quotient.astype(wide_dtype(quotient.dtype))))
+
+
+def clipped(plan: Plan, quotient: jax.Array, squares: jax.Array) -> jax.Array:
+    """The quotient with a root mean square of d at most, in its type."""
+    threshold = plan.scalars.clipping_threshold
+    if threshold is None:
+        return quotient
+    excess = jnp.maximum(1, jnp.sqrt(squares / quotient.size) / threshold)
+    return (quotient.astype(squares.dtype) / excess).astype(quotient.dtype)
 
 
 def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) -> jax.Array:

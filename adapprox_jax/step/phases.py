@@ -39,6 +39,7 @@ from adapprox_jax.step.matrix import (
     Factors,
     Matrix,
     Plan,
+    clipped,
     error_terms,
     errors_of,
     gram_of,
@@ -49,6 +50,7 @@ from adapprox_jax.step.matrix import (
     quotient_of,
     rank_of,
     residuals_and_quotient,
+    residuals_and_squares,
     residuals_of,
     scale_of,
     start_of,
@@ -72,8 +74,8 @@ def step_stacks(
     grads: Sequence[jax.Array],
     lasts: Sequence[LeafState],
     chooses: jax.Array,
-) -> list[tuple[jax.Array, LeafState]]:
-    """One step of Algorithm 3 up to the clip.
+) -> list[tuple[jax.Array, LeafState, jax.Array]]:
+    """One step of Algorithm 3 up to the clip, and with it if there is a threshold.
 
     Args:
       plans: Of the leaves, all with the same settings.
@@ -82,7 +84,8 @@ def step_stacks(
       chooses: Whether this step chooses ranks.
 
     Returns:
-      For each leaf the scaled gradients and the new states.
+      For each leaf the scaled gradients, the new states, and the sum of the squares of each scaled
+      gradient before the clip.
     """
     if not plans:
         return []
@@ -124,10 +127,13 @@ def step_stacks(
     ranks = [choice.rank for choice in choices]
     kept = each(kept_columns, plans, lasts, _turned(factors, choices), ranks)
     residuals: Sequence[jax.Array]
+    squares: Sequence[jax.Array] = ()
     quotients: Sequence[jax.Array] = ()
     if platform.quotient_with_error:
         of_last_pass = _compared(residuals_and_quotient, found, kept)
-        residuals, quotients = zip(*of_last_pass, strict=True)
+        residuals, squares, quotients = zip(*of_last_pass, strict=True)
+    elif platform.fuses_products:
+        residuals, squares = zip(*_compared(residuals_and_squares, found, kept), strict=True)
     else:
         residuals = _compared(residuals_of, found, kept)
     norms = _norms(kept, units)
@@ -135,7 +141,9 @@ def step_stacks(
     errors = together(_errors, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     quotients = quotients or sweep(quotient_of, plans, stacks)
-    return list(zip(quotients, states, strict=True))
+    wide = (x.astype(wide_dtype(x.dtype)) for x in quotients)
+    squares = squares or sums_of([jnp.square(x) for x in wide])
+    return list(zip(each(clipped, plans, quotients, squares), states, squares, strict=True))
 
 
 def _choose_fixed(found: Found) -> list[Choice]:

@@ -29,10 +29,11 @@ class StepScalars:
     eps_root: jax.typing.ArrayLike
     correction: jax.typing.ArrayLike  # what the second moment is divided by: 1, or 1 - b2^t
     error_threshold: jax.typing.ArrayLike
+    clipping_threshold: jax.typing.ArrayLike | None = None  # d; None: no clip
 
     def in_type(self, dtype: jax.typing.DTypeLike) -> "StepScalars":
         """The same with hyperparameters that are arrays in the type that is worked in."""
-        names = ("b2", "eps", "eps_root", "correction", "error_threshold")
+        names = ("b2", "eps", "eps_root", "correction", "error_threshold", "clipping_threshold")
         arrays = {name: x for name in names if isinstance(x := getattr(self, name), jax.Array)}
         changes: Any = {name: x.astype(dtype) for name, x in arrays.items()}
         return self.replaced(**changes)

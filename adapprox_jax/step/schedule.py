@@ -31,6 +31,7 @@ from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.xla_order import begin_after, materialize
 
 Stepped = list[tuple[jax.Array, LeafState]]
+_WithSquares = list[tuple[jax.Array, LeafState, jax.Array | None]]  # sums of squares of matrices
 
 
 def step_leaves(
@@ -50,14 +51,17 @@ def step_leaves(
       settings: Of the optimizer.
 
     Returns:
-      For each leaf the scaled gradient in its type, and the new state.
+      For each leaf the scaled gradient in its type, and the new state. If there is a threshold, the
+      gradients of factored leaves are clipped.
     """
 
     def step(platform: Platform, *operands: Any) -> Stepped:
         if platform.leaf_after_leaf and devices_in_use() > 1:
             platform = GPU
-        schedule = _leaf_after_leaf if platform.leaf_after_leaf else _together
-        return schedule(*operands, platform=platform, views=views, settings=settings)
+        static: dict[str, Any] = {"platform": platform, "views": views, "settings": settings}
+        if platform.leaf_after_leaf:
+            return _leaf_after_leaf(*operands, **static)
+        return [(scaled, new) for scaled, new, _ in _together(*operands, **static)]
 
     results: Stepped = on_platform(step, scalars, list(grads), list(states))
     return results
@@ -85,14 +89,15 @@ def _leaf_after_leaf(
         if state.is_factored:
             state = state._replace(q=begin_after(ready, state.q))
         stepped = _together(scalars, [grad], [state], views=(view,), **static)
-        [(scaled, new)] = stepped
+        [(scaled, new, squares)] = stepped
         if len(group) > 1:
-            stepped = unstacked((scaled, new), len(group))
-        results.update(zip(group, stepped, strict=True))
-        if new.is_factored:
+            results.update(zip(group, unstacked((scaled, new), len(group)), strict=True))
+        else:
+            results[group[0]] = scaled, new
+        if squares is not None:
             # A leaf waits for the last quotient of the one before it and the factors of the one
             # before that: small decompositions run beside the next leaf's products.
-            ready = jnp.minimum(jnp.sum(jnp.square(scaled.astype(jnp.float32))), last_error)
+            ready = jnp.minimum(jnp.sum(squares).astype(jnp.float32), last_error)
             last_error = jnp.max(new.error)
     return [results[i] for i in range(len(grads))]
 
@@ -107,14 +112,14 @@ def _together(
     platform: Platform,
     views: tuple[MatrixView, ...],
     settings: Settings,
-) -> Stepped:
+) -> _WithSquares:
     """One step for all leaves in phases."""
     factored = [i for i, state in enumerate(states) if state.is_factored]
     of_matrices = [views[i] for i in factored]
 
     def all_stacks(
         scalars: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
-    ) -> Stepped:
+    ) -> _WithSquares:
         # Not of one leaf, which may vary over devices where others do not.
         chooses = settings.rank.chooses_at(scalars.step)
         plans, stacks, lasts = [], [], []
@@ -124,21 +129,21 @@ def _together(
             flat = partial(_flattened, depth=len(view.batch), batch=plans[-1].batch)
             stacks.append(flat(to_matrices(grad, view)))
             lasts.append(jax.tree.map(flat, state))
-        results = []
+        results: _WithSquares = []
         stepped = step_stacks(plans, stacks, lasts, chooses)
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
             batch = state.rank.shape
-            scaled, new = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
-            results.append((from_matrices(scaled, view, grad.shape), new))
+            scaled, *rest = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
+            results.append((from_matrices(scaled, view, grad.shape), *rest))
         return results
 
     some = [grads[i] for i in factored], [states[i] for i in factored]
-    like = list(zip(*some, strict=True))
+    like = [(grad, state, state.rank) for grad, state in zip(*some, strict=True)]
     of_factored = with_automatic_axes(all_stacks, like)(scalars, *some)
     results = dict(zip(factored, of_factored, strict=True))
     for i, (grad, state) in enumerate(zip(grads, states, strict=True)):
         if i not in results:
-            results[i] = step_dense(scalars, grad, state)
+            results[i] = *step_dense(scalars, grad, state), None
     return [results[i] for i in range(len(grads))]
 
 

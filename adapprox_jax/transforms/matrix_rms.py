@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +46,18 @@ def clip_by_matrix_rms(
     require("threshold", threshold, lambda x: x > 0, "a number above 0")
     check_dimension_numbers(weight_dimension_numbers)
 
-    def divisor(mean_square: jax.Array) -> jax.Array:
-        return jnp.maximum(1, jnp.sqrt(mean_square) / threshold)
+    return _transformation(partial(_excess, threshold), weight_dimension_numbers)
 
-    return _divided_by(divisor, weight_dimension_numbers)
+
+def clipped(
+    arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]], threshold: jax.typing.ArrayLike
+) -> list[jax.Array]:
+    """What `clip_by_matrix_rms` does with arrays whose matrices lie along some axes."""
+    return _divided(arrays, axes, partial(_excess, threshold))
+
+
+def _excess(threshold: jax.typing.ArrayLike, mean_square: jax.Array) -> jax.Array:
+    return jnp.maximum(1, jnp.sqrt(mean_square) / threshold)
 
 
 def scale_to_matrix_rms(
@@ -83,10 +92,10 @@ def scale_to_matrix_rms(
     def divisor(mean_square: jax.Array) -> jax.Array:
         return jnp.sqrt(jnp.where(mean_square == 0, 1, mean_square)) / target
 
-    return _divided_by(divisor, weight_dimension_numbers)
+    return _transformation(divisor, weight_dimension_numbers)
 
 
-def _divided_by(
+def _transformation(
     divisor: Callable[[jax.Array], jax.Array], weight_dimension_numbers: WeightDimensionNumbers
 ) -> optax.GradientTransformation:
     """Divides each matrix by a function of the mean of its squares."""
@@ -96,17 +105,22 @@ def _divided_by(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         del params
         leaves = Leaves.of(updates, "update")
-        arrays = leaves.arrays
-        wide = [x.astype(wide_dtype(x.dtype)) for x in arrays]
         axes = [view.axes for view in views_of(weight_dimension_numbers, leaves)]
-        mean_squares = _mean_squares(wide, axes)
-        scaled = [
-            (x / divisor(mean_square)).astype(given.dtype)
-            for given, x, mean_square in zip(arrays, wide, mean_squares, strict=True)
-        ]
-        return leaves.filled(scaled), state
+        return leaves.filled(_divided(leaves.arrays, axes, divisor)), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _divided(
+    arrays: Sequence[jax.Array],
+    axes: Sequence[tuple[int, ...]],
+    divisor: Callable[[jax.Array], jax.Array],
+) -> list[jax.Array]:
+    wide = [x.astype(wide_dtype(x.dtype)) for x in arrays]
+    return [
+        (x / divisor(mean_square)).astype(given.dtype)
+        for given, x, mean_square in zip(arrays, wide, _mean_squares(wide, axes), strict=True)
+    ]
 
 
 def _mean_squares(leaves: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]) -> list[jax.Array]:

@@ -41,6 +41,7 @@ from adapprox_jax.state.layout import (
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.schedule import step_leaves
+from adapprox_jax.transforms.matrix_rms import clipped
 
 
 def scale_by_adapprox(
@@ -136,7 +137,7 @@ def scale_with(
     weight_dimension_numbers: WeightDimensionNumbers,
     key: int | jax.Array | None,
 ) -> optax.GradientTransformation:
-    """`scale_by_adapprox` with its arguments put together."""
+    """`scale_by_adapprox` with its arguments put together, and with the clip."""
     check_dimension_numbers(weight_dimension_numbers)
     seed_or_key, key_impl = check_key(0 if key is None else key)
 
@@ -164,8 +165,14 @@ def scale_with(
             draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
             scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
             results = step_leaves(scalars, grads, lasts, views, settings)
-        scaled = leaves.filled([x for x, _ in results])
-        return scaled, with_leaf_states(state, count, [new for _, new in results])
+        scaled = [x for x, _ in results]
+        if hyperparameters.clipping_threshold is not None:
+            dense = [i for i, last in enumerate(lasts) if not last.is_factored]
+            some = [scaled[i] for i in dense], [views[i].axes for i in dense]
+            for i, x in zip(dense, clipped(*some, hyperparameters.clipping_threshold), strict=True):
+                scaled[i] = x
+        states = [new for _, new in results]
+        return leaves.filled(scaled), with_leaf_states(state, count, states)
 
     return optax.GradientTransformation(init, update)
 

@@ -86,7 +86,7 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
     last = jax.tree.map(lambda x: x[None], previous)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "target_of", given_target)
-        [(_, state)] = phases.step_stacks([plan], [matrix[None]], [last], rule.chooses_at(step))
+        [(_, state, _)] = phases.step_stacks([plan], [matrix[None]], [last], rule.chooses_at(step))
     return jax.tree.map(lambda x: x[0], state)
 
 
