@@ -169,6 +169,9 @@ CONTENDERS: dict[str, Contender] = {
     "Muon b1 0.8, other parameters x2": Contender(
         _decayed(contenders.muon, b1=0.8, other_rate=2.0), 2.4e-2
     ),
+    "Muon b1 0.8, other parameters x2, q k v separate": Contender(
+        _separate(_decayed(contenders.muon, b1=0.8, other_rate=2.0)), 2.4e-2
+    ),
 }
 
 

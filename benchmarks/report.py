@@ -42,10 +42,9 @@ TEXTS = ("code", "prose")
 # What is shown first, by the name there: contenders, of which the best one stands for each text,
 # and where the picture has the name, in points beside the dot.
 SHOWN = {
-    "AdamW": (("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW b2 0.95, clipped"), (-4, -14)),
-    "AdamW, 8 bits": (("AdamW 8 bits, b2 0.999, clipped",), (0, 8)),
-    "Adafactor, 4 bits": (("Adafactor 4 bits", f"Adafactor 4 bits, {_X8}"), (16, -15)),
-    "Muon": (("Muon", _MUON_X2, "Muon clipped"), (0, 8)),
+    "AdamW": (("AdamW with Nesterov, b2 0.999, clipped",), (-4, -14)),
+    "Adafactor, 4 bits": (("Adafactor 4 bits with Nesterov",), (16, -15)),
+    "Muon": ((f"{_MUON_X2}, q k v separate",), (0, 8)),
     "NorMuon": (("NorMuon",), (0, -15)),
     "adapprox": (("adapprox",), (0, 8)),
     "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
@@ -126,8 +125,8 @@ def blocks() -> dict[str, str]:
     of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
     defaults = loss_tables.summarize(of_defaults)
     found = {
-        "at a glance": _at_a_glance(results, states["117M"]["0.9"]),
-        "shown": loss_tables.shown(results, _SHOWN_NAMES, TEXTS, _sizes(states["117M"]["0.9"])),
+        "at a glance": _at_a_glance(defaults, states["117M"]["0.9"]),
+        "shown": loss_tables.shown(defaults, _SHOWN_NAMES, TEXTS, _sizes(states["117M"]["0.9"])),
         "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, TEXTS),
         "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
         "calculator": _calculator("llama3-8b"),
@@ -220,7 +219,7 @@ def _first_minutes(results: loss_tables.Results, rows: Sequence[dict]) -> str:
     """Mean losses on the way, of contenders at their best rates."""
     cells = []
     for (setting, name), best in sorted(results.items()):
-        if name not in MOMENTUM:
+        if name not in MOMENTUM or setting in TEXTS:
             continue
         curves = [
             dict(map(tuple, row["curve"]))
@@ -387,7 +386,8 @@ def _draw() -> None:
     results = loss_tables.summarize(rows)
     offsets = {name: place for name, (_, place) in SHOWN.items()}
     points = PICTURES / "loss_against_bytes.png"
-    loss_tables.draw_points(results, _SHOWN_NAMES, offsets, TEXTS, points)
+    defaults = loss_tables.summarize(loss_tables.read(PICTURES / "defaults.jsonl"))
+    loss_tables.draw_points(defaults, _SHOWN_NAMES, offsets, TEXTS, points)
     pairs = {f"{one}\nminus {other}": (one, other) for one, other in PAIRS}
     loss_tables.draw_differences(results, pairs, TEXTS, PICTURES / "pairs.png")
     coarse = loss_tables.summarize(row for row in rows if _is_coarse(row))
