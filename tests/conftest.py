@@ -62,17 +62,17 @@ def strict_ranks(request):
 
 @pytest.fixture
 def in_phases(monkeypatch):
-    """Takes the way of accelerators from here on: nothing that was traced before counts."""
-    taken = []
+    """Takes the way of GPUs or TPUs from here on: nothing that was traced before counts."""
+    taken, not_switched = [], jax.lax.platform_dependent
 
-    def of_accelerators(*operands, cpu, tpu, default):
-        taken.append(1)
-        return default(*operands)
+    def switch(kind="gpu"):
+        def of_accelerators(*operands, cpu, tpu, default):
+            taken.append(1)
+            return (tpu if kind == "tpu" else default)(*operands)
 
-    def switch():
         jax.clear_caches()
         monkeypatch.setattr(jax.lax, "platform_dependent", of_accelerators)
 
     yield switch
-    assert taken
+    assert taken or jax.lax.platform_dependent is not_switched
     jax.clear_caches()

@@ -72,7 +72,7 @@ def adapprox(
 ) -> optax.GradientTransformationExtraArgs:
     """Adam with a low-rank second moment: stands where `optax.adamw` stood.
 
-    The chain of `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`,
+    The chain of `scale_by_adapprox` with `clip_by_matrix_rms` in one step, `guided_ema`,
     `optax.add_decayed_weights` or `add_cautious_weight_decay`, and `optax.scale_by_learning_rate`.
     The running average is of the clipped updates, not of the gradients. Nesterov's momentum looks
     one step ahead of it, and corrects it for its start in zero.

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import adapprox_jax
@@ -45,13 +46,14 @@ def run(tx, grads, init=None):
     return all_updates, state
 
 
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_the_schedules_take_the_same_steps(settings, in_phases):
+def test_the_schedules_take_the_same_steps(settings, kind, in_phases):
     """More settings follow the reference (`test_reference`)."""
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
     grads = gradients(11, SHAPES)  # the error is measured at the last of them
     expected, expected_state = run(tx, grads)
-    in_phases()
+    in_phases(kind)
     actual, state = run(tx, grads)
     for one, other in zip(actual, expected, strict=True):
         for name in SHAPES:
@@ -60,6 +62,28 @@ def test_the_schedules_take_the_same_steps(settings, in_phases):
     jax.tree.map(np.testing.assert_array_equal, state.rank, expected_state.rank)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-3)
     jax.tree.map(close, state.error, expected_state.error)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize("threshold", [0.3, jnp.float32(0.3)])
+def test_the_clip_within_the_step_is_that_of_the_transformation(kind, threshold, in_phases):
+    """Of vectors, matrices and stacks. Sums of a thousand squares differ by 1e-5 at most."""
+    grads = gradients(3, SHAPES)
+    scaled = adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1)
+    parts = optax.chain(scaled, adapprox_jax.clip_by_matrix_rms(threshold), optax.scale(-1.0))
+    expected, _ = run(parts, grads)
+    if kind != "cpu":
+        in_phases(kind)
+    whole = adapprox_jax.adapprox(
+        1.0, b1=0.0, weight_decay=0.0, clipping_threshold=threshold, max_rank=4,
+        min_dim_size_to_factor=1,
+    )  # fmt: skip
+    given = optax.GradientTransformation(whole.init, lambda g, s: whole.update(g, s, g))
+    actual, _ = run(given, grads)
+    for one, other in zip(actual, expected, strict=True):
+        for name in SHAPES:
+            assert np.sqrt(np.mean(np.square(other[name]))) < 0.301  # it clips
+            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-6)
 
 
 def test_ranks_stay_between_the_steps_that_choose_them(in_phases):
