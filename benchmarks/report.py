@@ -50,6 +50,7 @@ SHOWN = {
     "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
     "adapprox_muon, 4 bits": (("adapprox_muon 4 bits",), (30, 8)),
 }
+DIRECTIONS = ("adapprox_muon 4 bits", "NorMuon", f"{_MUON_X2}, q k v separate")
 _SHOWN_NAMES = {name: contenders for name, (contenders, _) in SHOWN.items()}
 COMPARED = (
     *("adapprox", "adapprox 8 bits", "adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING),
@@ -142,6 +143,7 @@ def blocks() -> dict[str, str]:
         "fine-tuning": _fine_tuning(),
         "split programs": _split_programs(),
         "frameworks": _frameworks(),
+        "directions": loss_tables.comparison(defaults, DIRECTIONS, DIRECTIONS[-1], TEXTS),
         "momentum": loss_tables.comparison(defaults, MOMENTUM, MOMENTUM[-1], SMALL),
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "first minutes": _first_minutes(defaults, of_defaults),
