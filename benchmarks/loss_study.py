@@ -12,6 +12,7 @@ command goes on. Runs belong to the code that made them, so give another folder 
 """
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -46,6 +47,8 @@ SETTINGS = {
     "small, code, no warmup": dataclasses.replace(_SMALL, warmup=0),
     "small, prose": dataclasses.replace(_SMALL, data=_PROSE),
     "small, prose, no warmup": dataclasses.replace(_SMALL, data=_PROSE, warmup=0),
+    "small, code, 1600 steps": dataclasses.replace(_SMALL, steps=1600, warmup=80, eval_every=100),
+    "small, code, 6400 steps": dataclasses.replace(_SMALL, steps=6400, warmup=320, eval_every=400),
     "larger": _LARGER,
     "longer": dataclasses.replace(_LARGER, steps=4000, warmup=200, eval_every=400),
 }
@@ -172,6 +175,22 @@ CONTENDERS: dict[str, Contender] = {
     "Muon b1 0.8, other parameters x2, q k v separate": Contender(
         _separate(_decayed(contenders.muon, b1=0.8, other_rate=2.0)), 2.4e-2
     ),
+}
+
+# What is tried jointly with the peak rate, at several lengths.
+CONTENDERS |= {
+    f"{name}, b1 {b1:g}, other parameters x{scale:g}": Contender(make(b1, scale), 1.7e-2)
+    for b1 in (0.8, 0.9, 0.95)
+    for scale in (1.0, 2.0, 4.0)
+    for name, make in {
+        "adapprox_muon": _adapprox_muon,
+        "adapprox_muon 5 bits": functools.partial(_adapprox_muon, mu_dtype="int5"),
+        "adapprox_muon 4 bits": functools.partial(_adapprox_muon, mu_dtype="int4"),
+        "NorMuon": functools.partial(_adapprox_muon, **_EXACT),
+        "Muon, q k v separate": lambda b1, scale: _separate(
+            _decayed(contenders.muon, b1=b1, other_rate=scale)
+        ),
+    }.items()
 }
 
 
