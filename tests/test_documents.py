@@ -55,7 +55,8 @@ def shows_little_state(printed):
 
 
 def shows_sharded_factors(printed):
-    loss, spec = re.fullmatch(r"loss ([\d.]+) (.*)\n", printed).groups()
+    loss, spec, kinds = re.fullmatch(r"loss ([\d.]+) (.*)\n(.*)\n", printed).groups()
+    assert kinds == "{'pinned_host'}"
     assert 0 < float(loss) < 1.5  # 3.2 at first
     assert "fsdp" in spec
 

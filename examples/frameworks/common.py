@@ -58,9 +58,12 @@ def check(package: str, train: Train) -> None:
     record = {"package": package, "version": version(package), "jax": jax.__version__, "rows": []}
     for name, make in OPTIMIZERS.items():
         with tempfile.TemporaryDirectory() as folder:
-            whole = train(make(), STEPS, pathlib.Path(folder, "whole"))
-            train(make(), STEPS // 2, pathlib.Path(folder, "parts"))
-            resumed = train(make(), STEPS, pathlib.Path(folder, "parts"))
+            at_once, in_parts = pathlib.Path(folder, "at_once"), pathlib.Path(folder, "in_parts")
+            at_once.mkdir()
+            in_parts.mkdir()
+            whole = train(make(), STEPS, at_once)
+            train(make(), STEPS // 2, in_parts)
+            resumed = train(make(), STEPS, in_parts)
         row = {"optimizer": name, **_compared(whole, resumed)}
         record["rows"].append(row)
         print(package, *(f"{key} {value}" for key, value in row.items()), sep=", ", flush=True)

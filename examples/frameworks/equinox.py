@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
 
 import adapprox_jax
 from examples.frameworks.common import Trained, check, tokens
@@ -16,18 +15,21 @@ MESH = jax.sharding.Mesh(jax.devices(), ("fsdp",))
 
 
 def sharded(x: Any) -> Any:
-    """Weights are (outputs, inputs): the last axis over the mesh."""
-    spec = PartitionSpec(None, "fsdp") if eqx.is_array(x) and x.ndim == 2 else PartitionSpec()
-    return eqx.filter_shard(x, NamedSharding(MESH, spec))
+    spec = jax.P(None, "fsdp") if eqx.is_array(x) and x.ndim == 2 else jax.P()  # (outputs, inputs)
+    return eqx.filter_shard(x, jax.NamedSharding(MESH, spec))
+
+
+def load(file: Any, like: Any) -> Any:
+    """NumPy's files, which Equinox writes, keep the bytes of int4 and not its name."""
+    x = eqx.default_deserialise_filter_spec(file, like)
+    return jnp.asarray(x.view(jnp.int4)) if eqx.is_array(like) and like.dtype == jnp.int4 else x
 
 
 @eqx.filter_value_and_grad
-def loss_and_grads(model: eqx.nn.MLP, text: jax.Array) -> jax.Array:
-    """Of the next token after each eight."""
-    windows = jnp.stack([text[:, i : i - 8] for i in range(8)], axis=-1).reshape(-1, 8)
+def loss_of_next_token(model: eqx.nn.MLP, text: jax.Array) -> jax.Array:
+    windows, labels = jnp.stack([text[:, i : i - 8] for i in range(8)], -1), text[:, 8:].reshape(-1)
     logits = jax.vmap(model)(jax.nn.one_hot(windows, 256).reshape(-1, 8 * 256))
-    labels = text[:, 8:].reshape(-1)
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+    return jnp.mean(optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, 256)))
 
 
 def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) -> Trained:
@@ -37,12 +39,12 @@ def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) ->
     state = jax.jit(tx.init, out_shardings=shardings)(params)
     done, file, losses = 0, folder / "checkpoint.eqx", []
     if file.exists():
-        done, model, state = eqx.tree_deserialise_leaves(file, (0, model, state))
+        done, model, state = eqx.tree_deserialise_leaves(file, (0, model, state), load)
         model, state = jax.tree.map(sharded, model), jax.device_put(state, shardings)
 
     @eqx.filter_jit
-    def step(model: eqx.nn.MLP, state: Any, text: jax.Array) -> tuple[eqx.nn.MLP, Any, jax.Array]:
-        loss, grads = loss_and_grads(model, text)
+    def step(model: eqx.nn.MLP, state: Any, text: jax.Array) -> Any:
+        loss, grads = loss_of_next_token(model, text)
         updates, state = tx.update(grads, state, model)
         model = jax.tree.map(sharded, eqx.apply_updates(model, updates))  # else XLA chooses
         return model, eqx.filter_shard(state, shardings), loss
@@ -50,7 +52,6 @@ def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) ->
     for i in range(done, steps):
         model, state, loss = step(model, state, jnp.asarray(tokens(i)))
         losses.append(float(loss))
-    folder.mkdir(exist_ok=True)
     eqx.tree_serialise_leaves(file, (steps, model, state))
     return Trained(losses, eqx.filter(model, eqx.is_inexact_array), state)
 

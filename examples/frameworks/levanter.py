@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import haliax
 import jax
 import optax
+from levanter import tensorstore_serialization as files
 from levanter.checkpoint import CheckpointerConfig
 from levanter.data.dataset import ListAsyncDataset
 from levanter.models.llama import LlamaConfig, LlamaLMHeadModel
@@ -18,9 +19,10 @@ from levanter.utils.mesh import MeshConfig
 import adapprox_jax
 from examples.frameworks.common import STEPS, Trained, check, tokens
 
-SHAPE = LlamaConfig(
-    max_seq_len=64, hidden_dim=128, intermediate_dim=256, num_layers=2, num_heads=4, num_kv_heads=2
-)
+READS = files.TensorStoreReadConfig(replica_mode=files.ReplicaRestoreMode.EVERY_REPLICA)
+files.TensorStoreReadConfig = lambda: READS  # On CPUs and GPUs the default does not know int4.
+SHAPE = LlamaConfig(max_seq_len=64, hidden_dim=128, intermediate_dim=256, num_layers=2,
+                    num_heads=4, num_kv_heads=2)  # fmt: skip
 
 
 @OptimizerConfig.register_subclass("adapprox")
@@ -31,10 +33,9 @@ class AdapproxConfig(OptimizerConfig):
     mu_dtype: str | None = None
 
     def build(self, num_train_steps: int) -> optax.GradientTransformation:
-        rate, mask = self.lr_scheduler(num_train_steps), self.build_weight_decay_mask()
-        return adapprox_jax.adapprox(
-            rate, mu_dtype=self.mu_dtype, weight_decay=self.weight_decay, mask=mask
-        )
+        rate, decay = self.lr_scheduler(num_train_steps), self.weight_decay
+        mask = self.build_weight_decay_mask()
+        return adapprox_jax.adapprox(rate, mu_dtype=self.mu_dtype, weight_decay=decay, mask=mask)
 
 
 def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) -> Trained:

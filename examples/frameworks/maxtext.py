@@ -44,7 +44,6 @@ def batches(step: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def train(tx: optax.GradientTransformation, steps: int, folder: pathlib.Path) -> Trained:
-    folder.mkdir(exist_ok=True)
     saved = [int(x.name) for x in folder.glob("tiny/checkpoints/*") if x.name.isdigit()]
     metrics = folder / f"until-{steps}.jsonl"
     places = [f"base_output_directory={folder}", f"metrics_file={metrics}", f"steps={steps}"]

@@ -46,7 +46,6 @@ def least_squares(common, forgets):
             updates, state = update(grads, state, params)
             params = optax.apply_updates(params, updates)
             losses.append(float(value))
-        folder.mkdir(exist_ok=True)
         np.save(file, np.array((steps, params, state), dtype=object), allow_pickle=True)
         return common.Trained(losses, params, state)
 
@@ -66,6 +65,19 @@ def test_a_checkpoint_without_the_state_is_seen(forgets, common, monkeypatch, tm
     for row in record["rows"]:
         assert row["resumes bit for bit"] != forgets
         assert row["last loss"] < row["first loss"]
+
+
+def test_equinox_itself(common, monkeypatch, tmp_path):
+    file = tmp_path / "equinox.json"
+    monkeypatch.setattr(sys, "argv", ["program", str(file)])
+    monkeypatch.setattr(common, "STEPS", 4)
+    monkeypatch.delitem(common.OPTIMIZERS, "AdamW")
+    monkeypatch.delitem(common.OPTIMIZERS, "adapprox")
+    common.check("equinox", importlib.import_module("examples.frameworks.equinox").train)
+    for row in json.loads(file.read_text())["rows"]:
+        assert row["resumes bit for bit"]
+        assert row["last loss"] < row["first loss"]
+        assert row["share of it on one of eight devices"] < 0.25
 
 
 def test_each_framework_has_a_file_of_a_screen_and_a_record():
