@@ -30,6 +30,7 @@ REQUIREMENTS = {
 }
 # Frameworks bring their own JAX. Levanter asks for an older Optax than ours, and works with this.
 OURS = ["--no-deps", "-e", ".", "optax==0.2.8"]
+NEWEST = "2026-11-26"  # of what they need, so that the same is installed every time
 
 
 def main(names: list[str]) -> None:
@@ -46,8 +47,9 @@ def main(names: list[str]) -> None:
         python, file = ENVIRONMENTS / name / "bin/python", f"results/frameworks/{name}.json"
         try:
             _run(uv, "venv", "-q", "--allow-existing", "-p", sys.executable, ENVIRONMENTS / name)
-            _run(uv, "pip", "install", "-q", "-p", python, *REQUIREMENTS[name])
-            _run(uv, "pip", "install", "-q", "-p", python, *OURS)
+            install = (uv, "pip", "install", "-q", "-p", python, "--exclude-newer", NEWEST)
+            _run(*install, *REQUIREMENTS[name])
+            _run(*install, *OURS)
             _run(python, "-m", f"examples.frameworks.{name}", file)
         except subprocess.CalledProcessError as error:
             failed.append(f"{name}: {error}")
