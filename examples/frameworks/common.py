@@ -54,6 +54,9 @@ def check(package: str, train: Train) -> None:
       package: Of the framework, for its version.
       train: Trains up to a number of steps, from the checkpoint in a folder if one is there, and
         leaves a checkpoint at the end.
+
+    Raises:
+      SystemExit: After all rows, if a training does not end bit for bit alike after a stop.
     """
     record = {"package": package, "version": version(package), "jax": jax.__version__, "rows": []}
     for name, make in OPTIMIZERS.items():
@@ -69,6 +72,9 @@ def check(package: str, train: Train) -> None:
         print(package, *(f"{key} {value}" for key, value in row.items()), sep=", ", flush=True)
     for file in sys.argv[1:]:
         pathlib.Path(file).write_text(json.dumps(record, indent=1) + "\n")
+    lost = [row["optimizer"] for row in record["rows"] if not row["resumes bit for bit"]]
+    if lost:
+        raise SystemExit(f"{package} does not go on as it would have: {', '.join(lost)}")
 
 
 def _compared(whole: Trained, resumed: Trained) -> dict[str, Any]:
