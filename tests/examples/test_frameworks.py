@@ -60,7 +60,7 @@ def test_a_checkpoint_without_the_state_is_seen(forgets, common, monkeypatch, tm
     monkeypatch.setattr(common, "STEPS", 4)
     monkeypatch.delitem(common.OPTIMIZERS, "adapprox")
     monkeypatch.delitem(common.OPTIMIZERS, "adapprox_muon 4 bits")
-    said = pytest.raises(SystemExit, match="optax .*: AdamW, adapprox 4 bits")
+    said = pytest.raises(SystemExit, match=r"optax does not .*: AdamW")
     with said if forgets else contextlib.nullcontext():
         common.check("optax", least_squares(common, forgets))
     record = json.loads(file.read_text())
