@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, PartitionSpec
 
 import adapprox_jax
 
@@ -239,6 +239,15 @@ def test_a_sharding_for_the_state_alone():
         variable = getattr(optimizer.opt_state[0], field)["a"]["kernel"]
         assert variable.get_metadata()["out_sharding"] == names
     assert optimizer.opt_state[2].mu["a"]["kernel"].get_metadata()["out_sharding"] == ("x", "y")
+
+
+def test_state_shardings_take_the_sharding_for_the_state():
+    kernel = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    names = {"out_sharding": ("x", None), "optimizer_sharding": (None, "y")}
+    params = {"kernel": nnx.Param(kernel, **names, eager_sharding=False)}
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    shardings = adapprox_jax.state_shardings(TX, params, mesh=mesh)
+    assert shardings[2].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
 
 
 RATE = optax.linear_schedule(1e-2, 0.0, 10)

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-# Entries of an nnx Variable's metadata with one name for each axis.
-_NNX_AXIS_ENTRIES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
+# Entries of an nnx Variable's metadata with one name for each axis; that for states comes first.
+_NNX_AXIS_ENTRIES = ("optimizer_sharding", "out_sharding", "sharding", "sharding_names")
 
 
 def is_node(x: Any) -> bool:
