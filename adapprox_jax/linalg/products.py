@@ -74,7 +74,9 @@ def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
 
 
-def fused_outer(q: jax.Array, u: jax.Array, axis: int, *, in_order: bool = True) -> jax.Array:
+def fused_outer(
+    q: jax.Array, u: jax.Array, axis: int, *, laid_out: bool = True, in_order: bool = True
+) -> jax.Array:
     """`outer` of few columns as a sum of outer products, which fuses with what follows.
 
     On accelerators: as a product of matrices it would be written to memory and read again.
@@ -83,20 +85,24 @@ def fused_outer(q: jax.Array, u: jax.Array, axis: int, *, in_order: bool = True)
       q: (m, width).
       u: (n, width).
       axis: Along which q stands.
-      in_order: Whether columns are laid out as they are read. Factors that are divided over a mesh
-        would be gathered for it.
+      laid_out: Whether all columns are laid out first, for GPUs. There each column of a stack would
+        be cut out by its own kernel.
+      in_order: Whether columns are then laid out as they are read. Factors that are divided over a
+        mesh would be gathered for it.
 
     Returns:
       (m, n) for axis 0, (n, m) for axis 1.
     """
     if q.shape[1] > _MOST_OUTER_PRODUCTS:
         return outer(q, u, axis)
-    down, across = (q.T, u.T) if axis == 0 else (u.T, q.T)
-    # Without the barrier each column of a stack is cut out by its own kernel. Flat, because only
-    # then are the entries of a column next to each other. Neighbouring threads of a GPU read those
-    # of `across`, and all of them the same one of `down`.
-    laid = across.ravel() if in_order else across
-    down, laid = jax.lax.optimization_barrier((down, laid))
-    pairs = zip(down, laid.reshape(across.shape), strict=True)
+    left, right = (q, u) if axis == 0 else (u, q)
+    pairs = [(left[:, i], right[:, i]) for i in range(q.shape[1])]
+    if laid_out:
+        # Flat, because only then are the entries of a column next to each other. Neighbouring
+        # threads of a GPU read those of `across`, and all of them the same one of `down`.
+        down, across = left.T, right.T
+        laid = across.ravel() if in_order else across
+        down, laid = jax.lax.optimization_barrier((down, laid))
+        pairs = list(zip(down, laid.reshape(across.shape), strict=True))
     terms = (x[:, None] * y[None, :] for x, y in pairs)
     return sum(terms, start=jnp.zeros((), q.dtype))

@@ -130,8 +130,8 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     Args:
       plan: Of the leaf.
       matrix: The matrix.
-      read_once: Whether it only goes into sums of one pass. A target that goes into another
-        product, or into two passes, would be written to memory if q u^T were a product of matrices.
+      read_once: Whether it goes into one pass, and into no other product there. Else it would be
+        written to memory if q u^T were a product of matrices.
     """
     if matrix.target is not None:
         return matrix.target
@@ -147,8 +147,11 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
 
 def product_of(plan: Plan, factors: Factors) -> jax.Array:
     """The product q u^T in the shape of the gradient."""
-    if plan.platform.fuses_outer_products:
-        return fused_outer(*factors, plan.axis, in_order=devices_in_use() == 1)
+    platform = plan.platform
+    if platform.fuses_outer_products:
+        in_order = devices_in_use() == 1
+        laid_out = not platform.fuses_products
+        return fused_outer(*factors, plan.axis, laid_out=laid_out, in_order=in_order)
     return outer(*factors, plan.axis)
 
 
@@ -222,6 +225,9 @@ def residuals_and_squares(
     plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`residuals_of`, and the sum of the squares of the quotient, in one pass."""
+    # Of equal products XLA makes one array. This one gives the same numbers as that of the last
+    # pass, and is fused here, and that one there.
+    matrix = matrix._replace(q=2 * matrix.q, u=matrix.u / 2)
     quotient = quotient_of(plan, matrix, read_once=True)
     return residuals_of(plan, matrix, q, u, unit), sum_of_squares(plan, quotient)
 

@@ -12,6 +12,7 @@ waits for the host but one branch of adaptive ranks.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -140,7 +141,7 @@ def step_stacks(
     terms = each(error_terms, plans, lasts, scales, sums_of(residuals), norms, units)
     errors = together(_errors, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
-    quotients = quotients or sweep(quotient_of, plans, stacks)
+    quotients = quotients or sweep(partial(quotient_of, read_once=True), plans, stacks)
     wide = (x.astype(wide_dtype(x.dtype)) for x in quotients)
     squares = squares or sums_of([jnp.square(x) for x in wide])
     return list(zip(each(clipped, plans, quotients, squares), states, squares, strict=True))
