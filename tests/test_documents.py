@@ -7,6 +7,7 @@ import pkgutil
 import re
 import textwrap
 
+import jax
 import pytest
 
 import adapprox_jax
@@ -56,7 +57,8 @@ def shows_little_state(printed):
 
 def shows_sharded_factors(printed):
     loss, spec, kinds = re.fullmatch(r"loss ([\d.]+) (.*)\n(.*)\n", printed).groups()
-    assert kinds == "{'pinned_host'}"
+    if jax.__version_info__ >= (0, 10):  # older ones leave it on a CPU's device
+        assert kinds == "{'pinned_host'}"
     assert 0 < float(loss) < 1.5  # 3.2 at first
     assert "fsdp" in spec
 
