@@ -184,9 +184,7 @@ CONTENDERS |= {
     for scale in (1.0, 2.0, 4.0)
     for name, make in {
         "adapprox_muon": _adapprox_muon,
-        "adapprox_muon 5 bits": functools.partial(_adapprox_muon, mu_dtype="int5"),
         "adapprox_muon 4 bits": functools.partial(_adapprox_muon, mu_dtype="int4"),
-        "NorMuon": functools.partial(_adapprox_muon, **_EXACT),
         "Muon, q k v separate": lambda b1, scale: _separate(
             _decayed(contenders.muon, b1=b1, other_rate=scale)
         ),

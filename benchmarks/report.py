@@ -50,7 +50,12 @@ SHOWN = {
     "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
     "adapprox_muon, 4 bits": (("adapprox_muon 4 bits",), (30, 8)),
 }
-DIRECTIONS = ("adapprox_muon 4 bits", "NorMuon", f"{_MUON_X2}, q k v separate")
+DIRECTIONS = (
+    "adapprox_muon 4 bits",
+    "adapprox_muon 4 bits, b1 0.9, other parameters x2",
+    "NorMuon",
+    f"{_MUON_X2}, q k v separate",
+)
 _SHOWN_NAMES = {name: contenders for name, (contenders, _) in SHOWN.items()}
 COMPARED = (
     *("adapprox", "adapprox 8 bits", "adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING),
