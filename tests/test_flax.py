@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adapprox_jax
 
@@ -251,6 +251,10 @@ def test_state_shardings_take_the_sharding_for_the_state():
     params = {"kernel": nnx.Param(kernel, **names, eager_sharding=False)}
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     shardings = adapprox_jax.state_shardings(TX, params, mesh=mesh)
+    assert shardings[2].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
+    on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, PartitionSpec("x")))
+    params = {"kernel": nnx.Param(on_devices, optimizer_sharding=(None, "y"))}
+    shardings = adapprox_jax.state_shardings(TX, params)
     assert shardings[2].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
 
 

@@ -78,6 +78,11 @@ def named_axes(box: Any) -> tuple[Any, ...]:
     return tuple(getattr(found[0], "spec", found[0])) if found else ()
 
 
+def has_axes_for_states(box: Any) -> bool:
+    """Whether a box names axes for the state of an optimizer, as Flax' `optimizer_sharding` does."""
+    return _is_nnx(box) and box.get_metadata().get("optimizer_sharding") is not None
+
+
 def haliax_names(box: Any) -> tuple[str, ...]:
     """The names that haliax has for the axes of an array; none for all that is no `NamedArray`."""
     return tuple(axis.name for axis in box.axes) if _is_named_array(box) else ()

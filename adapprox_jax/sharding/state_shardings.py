@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from adapprox_jax.argument_checks import require_transformation
-from adapprox_jax.params.boxes import is_box, named_axes, rebox, unbox
+from adapprox_jax.params.boxes import has_axes_for_states, is_box, named_axes, rebox, unbox
 from adapprox_jax.params.leaves import Leaves, leaf_name
 
 
@@ -30,6 +30,7 @@ def state_shardings(
       params: Parameters with `NamedSharding`s of one mesh: arrays, or `jax.ShapeDtypeStruct`s.
         Leaves without one, say on a single device, count as replicated. Flax's boxes whose arrays
         have none, as from `jax.eval_shape`, lie as their metadata names their axes, on `mesh`.
+        Where they name axes for the state, `optimizer_sharding`, it lies as these say.
       mesh: Needed where no array has a sharding, as of parameters on one device.
 
     Returns:
@@ -155,7 +156,7 @@ def _mesh_of(params: optax.Params, mesh: Mesh | None) -> Any:
 
 def _spec_of(path: Any, param: Any, mesh: Any) -> PartitionSpec:
     sharding = _named_sharding(unbox(param))
-    if sharding is not None:
+    if sharding is not None and not has_axes_for_states(param):
         return sharding.spec
     spec = PartitionSpec(*named_axes(param)) if is_box(param) else PartitionSpec()
     unknown = [name for name in _names(spec) if name not in mesh.axis_names]
