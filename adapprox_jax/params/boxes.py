@@ -79,7 +79,7 @@ def named_axes(box: Any) -> tuple[Any, ...]:
 
 
 def has_axes_for_states(box: Any) -> bool:
-    """Whether a box names axes for the state of an optimizer, as Flax' `optimizer_sharding` does."""
+    """Whether a box names axes for an optimizer's state, as Flax' `optimizer_sharding` does."""
     return _is_nnx(box) and box.get_metadata().get("optimizer_sharding") is not None
 
 
