@@ -7,6 +7,7 @@ of the matrix: with axis 1 the array holds A^T, (n, m), and nothing is ever tran
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
 
 # On GPUs and TPUs the default precision of a float32 product keeps 8 to 10 bits, which is more
 # than the small entries of a second moment can lose.
@@ -72,6 +73,15 @@ def contract_in_parts(matrix: jax.Array, factor: jax.Array, axis: int, most: int
 def outer(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
     """The product q @ u.T, turned so that q stands along `axis`."""
     return matmul(q, u.T) if axis == 0 else matmul(u, q.T)
+
+
+def outer_by_rows(q: jax.Array, u: jax.Array, axis: int) -> jax.Array:
+    """`outer`, laid out in memory row after row, as matrices are.
+
+    Of a product that fuses into a pass a TPU's compiler may want columns. Then it would turn all
+    that the pass reads and writes, in copies.
+    """
+    return with_layout_constraint(outer(q, u, axis), Layout(major_to_minor=(0, 1)))
 
 
 def fused_outer(

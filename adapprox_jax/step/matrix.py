@@ -15,7 +15,14 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.argument_checks import is_zero
-from adapprox_jax.linalg.products import contract, contract_in_parts, fused_outer, matmul, outer
+from adapprox_jax.linalg.products import (
+    contract,
+    contract_in_parts,
+    fused_outer,
+    matmul,
+    outer,
+    outer_by_rows,
+)
 from adapprox_jax.linalg.quantization import in_blocks
 from adapprox_jax.linalg.random_start import start_columns, warm_start
 from adapprox_jax.linalg.rounding import rounded, wide_dtype
@@ -138,7 +145,7 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     q, u = (x.astype(matrix.scale.dtype) for x in (matrix.q, matrix.u))
     factors = Factors(q, u / plan.approximation.of_scale(matrix.scale))
     if read_once and plan.platform.fuses_products:
-        last = outer(*factors, plan.axis)
+        last = outer_by_rows(*factors, plan.axis)
     else:
         last = product_of(plan, factors)
     last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)

@@ -113,7 +113,7 @@ ENTRY %main (a: s32[]) -> s32[] {
 
 needs_gpu_compiler = pytest.mark.skipif(not h100.is_available(), reason="no compiler for an H100")
 needs_tpu_compiler = pytest.mark.skipif(not tpu.is_available(), reason="no compiler for TPUs")
-H100, V5E = device_program.DEVICES["h100"], device_program.DEVICES["v5e"]
+H100, V5E, V6E = (device_program.DEVICES[name] for name in ("h100", "v5e", "v6e"))
 
 
 @needs_gpu_compiler
@@ -146,11 +146,12 @@ def test_records_are_written(tmp_path):
 
 
 @needs_tpu_compiler
+@pytest.mark.parametrize("device", [V5E, V6E])
 @pytest.mark.parametrize("row", ["adapprox, stacked", "adapprox 4 bits, stacked, bfloat16"])
-def test_on_a_tpu_no_target_lies_in_memory(row):
+def test_on_a_tpu_no_target_lies_in_memory(row, device):
     """Of a model with a large embedding: less than that in float32."""
     shapes = {"embedding": jax.ShapeDtypeStruct((4096, 1024), np.float32)}
-    record = device_program.record_of(row, shapes, V5E)
+    record = device_program.record_of(row, shapes, device)
     assert record["branches"] == 0
     assert record["temporaries_mib"] < (4 if "4 bits" not in row else 40)
 
