@@ -146,14 +146,20 @@ def test_records_are_written(tmp_path):
 
 
 @needs_tpu_compiler
-@pytest.mark.parametrize("device", [V5E, V6E])
 @pytest.mark.parametrize("row", ["adapprox, stacked", "adapprox 4 bits, stacked, bfloat16"])
-def test_on_a_tpu_no_target_lies_in_memory(row, device):
+def test_on_a_tpu_no_target_lies_in_memory(row):
     """Of a model with a large embedding: less than that in float32."""
     shapes = {"embedding": jax.ShapeDtypeStruct((4096, 1024), np.float32)}
-    record = device_program.record_of(row, shapes, device)
+    record = device_program.record_of(row, shapes, V5E)
     assert record["branches"] == 0
     assert record["temporaries_mib"] < (4 if "4 bits" not in row else 40)
+
+
+@needs_tpu_compiler
+def test_on_a_v6e_nothing_is_turned():
+    """Of a tall matrix: gradient, weights and average would be three times 147 MiB."""
+    shapes = {"embedding": jax.ShapeDtypeStruct((50304, 768), np.float32)}
+    assert device_program.record_of("adapprox, stacked", shapes, V6E)["temporaries_mib"] < 16
 
 
 @needs_tpu_compiler
