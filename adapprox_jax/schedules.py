@@ -54,44 +54,6 @@ def sigmoid_growth(
 PAPERS_GROWTH = sigmoid_growth()
 
 
-def sampling_threshold(b2: float, at_least: float) -> Callable[[jax.Array], jax.Array]:
-    """An error threshold that asks for no more than an average over the steps so far can know.
-
-    max(at_least, h^(-1/2)) with h = (1 - b2^t) / (1 - b2), the number of gradients that the average
-    at step t is made of. As an estimate of the expected squared gradient it is that far off. The
-    first second moment is one squared gradient, of nearly full rank, and forgotten soon; with this
-    its rank stays low. With `rank_margin` at 0 it would stay low ever after: see docs/memory.md.
-
-    Args:
-      b2: Decay of the second moment, in [0, 1).
-      at_least: The threshold late in training, at least 0.
-
-    Returns:
-      A function from the step t, from 1, to the threshold: an `error_threshold`.
-
-    Raises:
-      ValueError: an argument is out of range.
-
-    Examples:
-      >>> import adapprox_jax
-      >>> threshold = adapprox_jax.sampling_threshold(b2=0.999, at_least=0.05)
-      >>> [round(float(threshold(t)), 2) for t in (1, 10, 100, 10000)]
-      [1.0, 0.32, 0.1, 0.05]
-
-    Source: ours (docs/memory.md).
-    """
-    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require("at_least", at_least, lambda x: x >= 0, "a number of at least 0")
-
-    def threshold(step: jax.Array) -> jax.Array:
-        # From 1: `optax.inject_hyperparams` counts from 0.
-        t = jnp.maximum(jnp.asarray(step, jnp.float32), 1)
-        gradients = (1 - jnp.power(b2, t)) / (1 - b2)
-        return jnp.maximum(at_least, gradients**-0.5)
-
-    return threshold
-
-
 def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
     """A decay of the second moment that begins at 0 and rises towards 1: 1 - t^-exponent.
 
@@ -121,6 +83,33 @@ def increasing_decay(exponent: float = 0.8) -> Callable[[jax.Array], jax.Array]:
     def decay(step: jax.Array) -> jax.Array:
         # Where Optax counts from 0 the power is infinite.
         return 1 - jnp.maximum(jnp.asarray(step, float), 1) ** -exponent
+
+    return decay
+
+
+def momentum_by_rate(
+    learning_rate: optax.ScalarOrSchedule, highest: float
+) -> Callable[[jax.Array], jax.Array]:
+    """A decay of the average of gradients that suits a rate: 1 - |rate| / 0.08, within bounds.
+
+    A gradient says something about the next step until the weights have moved some distance. So the
+    smaller the steps, the more of the past is worth an average. Peak rates are small in long runs
+    and of large models, and every rate is at the end of its schedule.
+
+    Args:
+      learning_rate: Of matrices whose updates have a root mean square of 0.2; a number, or a
+        schedule from the step, from 0.
+      highest: The longest memory, from 0.8 and below 1. The shortest one is 0.8.
+
+    Returns:
+      A function from the step t, from 1, to the decay: a `b1`.
+
+    Source: ours (docs/orthogonal.md).
+    """
+
+    def decay(step: jax.Array) -> jax.Array:
+        rate = jnp.asarray(at_step("learning_rate", learning_rate, step - 1), jnp.float32)
+        return jnp.clip(1 - jnp.abs(rate) / 0.08, 0.8, highest)
 
     return decay
 

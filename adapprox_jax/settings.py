@@ -45,7 +45,6 @@ class RankRule:
     max_rank: int | float = 8  # k_max
     rank_interval: int = 10  # Delta s
     rank_growth: RankGrowth | None = None  # f; None: the paper's
-    rank_margin: int = 0
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
@@ -58,7 +57,6 @@ class RankRule:
             require("max_rank", self.max_rank, lambda x: x >= least, allowed)
         require_integer("rank_interval", self.rank_interval, 1)
         require_function("rank_growth", self.growth, "a function, or None")
-        require_integer("rank_margin", self.rank_margin, 0)
 
     @property
     def growth(self) -> RankGrowth:

@@ -40,6 +40,8 @@ DECAY = 0.1
 _PROSE = pathlib.Path("/usr/share/vim/vim90/doc")  # Debian's vim-runtime
 _LARGER = Config(width=256, heads=8, eval_every=100)
 _SMALL = Config(layers=2, width=64, heads=2, context=64, eval_every=10, eval_batches=8)
+_1600_STEPS: dict[str, Any] = {"steps": 1600, "warmup": 80, "eval_every": 100}
+_6400_STEPS: dict[str, Any] = {"steps": 6400, "warmup": 320, "eval_every": 400}
 SETTINGS = {
     "code": Config(),
     "prose": Config(data=_PROSE),
@@ -47,8 +49,11 @@ SETTINGS = {
     "small, code, no warmup": dataclasses.replace(_SMALL, warmup=0),
     "small, prose": dataclasses.replace(_SMALL, data=_PROSE),
     "small, prose, no warmup": dataclasses.replace(_SMALL, data=_PROSE, warmup=0),
-    "small, code, 1600 steps": dataclasses.replace(_SMALL, steps=1600, warmup=80, eval_every=100),
-    "small, code, 6400 steps": dataclasses.replace(_SMALL, steps=6400, warmup=320, eval_every=400),
+    "small, code, 1600 steps": dataclasses.replace(_SMALL, **_1600_STEPS),
+    "small, code, 6400 steps": dataclasses.replace(_SMALL, **_6400_STEPS),
+    "small, prose, 1600 steps": dataclasses.replace(_SMALL, data=_PROSE, **_1600_STEPS),
+    "small, prose, 6400 steps": dataclasses.replace(_SMALL, data=_PROSE, **_6400_STEPS),
+    "code, 1600 steps": Config(**_1600_STEPS),
     "larger": _LARGER,
     "longer": dataclasses.replace(_LARGER, steps=4000, warmup=200, eval_every=400),
 }
@@ -100,14 +105,15 @@ def _adapprox_muon(b1: float = 0.8, others: float = 2.0, **settings: Any) -> Mak
     return _decayed(muon, b1=b1, adapprox_learning_rate_scale=others, **settings)
 
 
-def _defaults(**settings: Any) -> Make:
+def _as_muon(**settings: Any) -> Make:
+    """With the b1 and the one rate of Muon's defaults."""
     return _adapprox_muon(b1=0.95, others=1.0, **settings)
 
 
 def _plain_others(rate: optax.Schedule) -> optax.GradientTransformation:
-    """The defaults of `adapprox_muon`, but other parameters have no Nesterov's momentum."""
+    """The same, but other parameters have no Nesterov's momentum."""
     everything = {"orthogonalized": lambda params: jax.tree.map(lambda _: True, params)}
-    hidden, others = _defaults(**everything)(rate), _adapprox(b2=0.95, nesterov=False)(rate)
+    hidden, others = _as_muon(**everything)(rate), _adapprox(b2=0.95, nesterov=False)(rate)
     return optax.partition({True: hidden, False: others}, adapprox_jax.hidden_matrices)
 
 
@@ -137,12 +143,12 @@ CONTENDERS: dict[str, Contender] = {
     "adapprox_muon 4 bits": Contender(_adapprox_muon(mu_dtype="int4"), 1.2e-2),
     "adapprox_muon rank 8": Contender(_adapprox_muon(second_moment=True), 1.2e-2),
     "adapprox_muon b1 0.95": Contender(_adapprox_muon(b1=0.95), 1.2e-2),
-    "adapprox_muon defaults": Contender(_defaults(), 1.7e-2),
-    "adapprox_muon defaults, 5 bits": Contender(_defaults(mu_dtype="int5"), 1.7e-2),
-    "adapprox_muon defaults, 4 bits": Contender(_defaults(mu_dtype="int4"), 1.7e-2),
-    "adapprox_muon defaults, qkv whole": Contender(_defaults(**_WHOLE), 1.7e-2),
-    "adapprox_muon defaults, by heads": Contender(_defaults(**_BY_HEADS), 1.7e-2),
-    "adapprox_muon defaults, others without Nesterov": Contender(_plain_others, 1.7e-2),
+    "adapprox_muon b1 0.95, one rate": Contender(_as_muon(), 1.7e-2),
+    "adapprox_muon b1 0.95, one rate, 5 bits": Contender(_as_muon(mu_dtype="int5"), 1.7e-2),
+    "adapprox_muon b1 0.95, one rate, 4 bits": Contender(_as_muon(mu_dtype="int4"), 1.7e-2),
+    "adapprox_muon b1 0.95, one rate, qkv whole": Contender(_as_muon(**_WHOLE), 1.7e-2),
+    "adapprox_muon b1 0.95, one rate, by heads": Contender(_as_muon(**_BY_HEADS), 1.7e-2),
+    "adapprox_muon b1 0.95, one rate, others without Nesterov": Contender(_plain_others, 1.7e-2),
     "adapprox_muon no average": Contender(_adapprox_muon(b1=0.0, adapprox_b1=0.0), 1.2e-2),
     "NorMuon": Contender(_adapprox_muon(**_EXACT), 1.2e-2),
     "AdaMuon": Contender(_adapprox_muon(second_moment=True, **_EXACT), 1.2e-2),
@@ -188,6 +194,20 @@ CONTENDERS |= {
         "Muon, q k v separate": lambda b1, scale: _separate(
             _decayed(contenders.muon, b1=b1, other_rate=scale)
         ),
+    }.items()
+}
+
+
+# As it is without a word from the user.
+CONTENDERS |= {
+    f"adapprox_muon{bits}, b1 by rate": Contender(
+        _decayed(adapprox_jax.adapprox_muon, mu_dtype=mu_dtype), 1.7e-2
+    )
+    for bits, mu_dtype in {
+        "": None,
+        " 8 bits": "int8",
+        " 5 bits": "int5",
+        " 4 bits": "int4",
     }.items()
 }
 

@@ -61,7 +61,7 @@ COMPARED = (
     *("adapprox", "adapprox 8 bits", "adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING),
     "adapprox no average",
     *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
-    *("adapprox_muon 4 bits", "adapprox_muon 4 bits, rank 2", "adapprox_muon defaults"),
+    *("adapprox_muon 4 bits", "adapprox_muon 4 bits, rank 2", "adapprox_muon b1 0.95, one rate"),
     "adapprox_muon no average",
     *("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW b2 0.95", "AdamW b2 0.95, clipped"),
     *("AdamW b2 0.99, clipped", f"AdamW b2 0.95, clipped, {_X8}"),
@@ -85,7 +85,7 @@ PAIRS = (
     ("adapprox_muon", "AdaMuon"),
     ("adapprox_muon rank 8", "adapprox_muon"),
     ("adapprox_muon 4 bits", "adapprox_muon"),
-    ("adapprox_muon defaults", "Muon"),
+    ("adapprox_muon b1 0.95, one rate", "Muon"),
 )
 # Behind the contender's name what is different. These were scanned by factors of 2 alone.
 CHANGES = {
@@ -117,11 +117,11 @@ MOMENTUM = (
     *("adapprox", "adapprox without Nesterov"),
     *("AdamW with Nesterov, b2 0.999, clipped", "AdamW b2 0.999, clipped"),
 )
-_DEFAULTS = "adapprox_muon defaults"
+_AS_MUON = "adapprox_muon b1 0.95, one rate"
 LAYOUTS = (
-    *(_DEFAULTS, f"{_DEFAULTS}, 5 bits", f"{_DEFAULTS}, 4 bits"),
-    *(f"{_DEFAULTS}, qkv whole", f"{_DEFAULTS}, by heads"),
-    *(f"{_DEFAULTS}, others without Nesterov", "Muon defaults", "Muon defaults, q k v separate"),
+    *(_AS_MUON, f"{_AS_MUON}, 5 bits", f"{_AS_MUON}, 4 bits"),
+    *(f"{_AS_MUON}, qkv whole", f"{_AS_MUON}, by heads"),
+    *(f"{_AS_MUON}, others without Nesterov", "Muon defaults", "Muon defaults, q k v separate"),
 )
 ON_THE_WAY = (10, 20, 40, 100, 400)  # steps
 LONGER = (
@@ -147,8 +147,7 @@ def blocks() -> dict[str, str]:
         "paper's memory": memory_table.paper_table(states),
         "memory": memory_table.our_table(states),
         "peaks": memory_table.peaks_table(peaks["117M"]),
-        "early ranks": _early_ranks(),
-        **{f"device program, {name}": _programs(name) for name in ("h100", "v5e")},
+        **{f"device program, {name}": _programs(name) for name in ("h100", "v5e", "v6e")},
         "compile times": compile_times.table(_read("speed/compile_times_cpu.json")["seconds"]),
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
         "singular values": singular_values.table(_read("loss/singular_values.json")["steps"]),
@@ -314,21 +313,6 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
     titles = ["", "state, bytes per parameter", *(f"loss, {text}" for text in TEXTS)]
     steps = [f"training step on an {gpu}", "update on a TPU v5e, by its program"]
     return records.table([*titles, *steps], rows)
-
-
-def _early_ranks() -> str:
-    """Ranks and losses of runs whose ranks begin low."""
-    rows = []
-    for name, record in _read("memory/early_ranks.json").items():
-        runs = record.get("seeds", [record])
-        ranks = [
-            statistics.mean(run["mean_rank"][step] for run in runs) for step in ("50", "100", "400")
-        ]
-        loss = loss_tables.with_error([run["validation_loss"] for run in runs])
-        size = max(run["peak_state_mib"] for run in runs)
-        rows.append([name, ", ".join(f"{rank:.1f}" for rank in ranks), f"{size:.2f}", loss])
-    titles = ["", "mean rank at steps 50, 100, 400", "state at most, MiB", "validation loss"]
-    return records.table(titles, rows)
 
 
 def _fine_tuning() -> str:

@@ -492,7 +492,7 @@ def test_hyperparameters_are_injected_without_static_arguments(make, settings):
     params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(64)}
     injected = optax.inject_hyperparams(make)(learning_rate=1e-2, **settings)
     state = injected.init(params)
-    assert {"learning_rate", "b1", "weight_decay"} <= set(state.hyperparams)
+    assert {"learning_rate", "b2", "weight_decay"} <= set(state.hyperparams)
     plain = make(1e-2, **settings)
     updates, after = jax.jit(injected.update)(params, state, params)
     expected, _ = jax.jit(plain.update)(params, plain.init(params), params)

@@ -18,7 +18,11 @@ SHAPES = {
     "scalar": (),
 }
 ADAPTIVE = dict(initial_rank=1, max_rank=16, error_threshold=0.3)
-CHANGING = dict(b2=adapprox_jax.increasing_decay(), weight_decay=lambda step: 0.1)
+CHANGING = dict(
+    b1=lambda step: 1 - 1 / (step + 1),
+    b2=adapprox_jax.increasing_decay(),
+    weight_decay=lambda step: 0.1,
+)
 SETTINGS = {
     "default": {},
     "8 bits": dict(mu_dtype=jnp.int8),
@@ -26,7 +30,7 @@ SETTINGS = {
     "4 bits": dict(mu_dtype=jnp.int4),
     "bfloat16": dict(mu_dtype=jnp.bfloat16, factor_dtype=jnp.bfloat16),
     "adaptive": ADAPTIVE,
-    "adaptive, bfloat16": {**ADAPTIVE, "rank_margin": 1, "factor_dtype": jnp.bfloat16},
+    "adaptive, bfloat16": {**ADAPTIVE, "factor_dtype": jnp.bfloat16},
     "paper": adapprox_jax.PAPER,
     "moment": dict(approximate="moment", power_iterations=2, oversampling=3),
     "Householder": dict(orthogonalization="qr"),

@@ -39,7 +39,7 @@ PAPER: dict[str, Any] = {
 
 def adapprox(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.9,
+    b1: optax.ScalarOrSchedule = 0.9,
     b2: optax.ScalarOrSchedule = 0.999,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
@@ -58,7 +58,6 @@ def adapprox(
     error_threshold: optax.ScalarOrSchedule = 0.01,
     rank_interval: int | None = None,
     rank_growth: RankGrowth | None = None,
-    rank_margin: int | None = None,
     power_iterations: int | None = None,
     oversampling: int | None = None,
     rotate: bool = True,
@@ -79,7 +78,8 @@ def adapprox(
 
     Args:
       learning_rate: A number or a schedule.
-      b1: Decay of the running average of updates, in [0, 1). With 0 none is kept.
+      b1: Decay of the running average of updates, in [0, 1), or a function from the step, from 1,
+        to it. With 0 none is kept.
       b2: Decay of the second moment, in [0, 1), or a function from the step to it, as
         `increasing_decay` gives.
       eps: Added to the root of the second moment, and to 1 - cos in the guidance; at least 0.
@@ -106,7 +106,6 @@ def adapprox(
         from the step to one.
       rank_interval: Steps between choices of the rank.
       rank_growth: From the error to the columns to add; None for `sigmoid_growth()`.
-      rank_margin: Columns kept beyond the rank at which the error is low enough.
       power_iterations: l, passes of the subspace iteration.
       oversampling: p, columns worked on beyond the rank.
       rotate: Keep the best of the columns worked on.
@@ -166,7 +165,7 @@ def _check_size(
 
 
 def _average(
-    b1: jax.typing.ArrayLike,
+    b1: optax.ScalarOrSchedule,
     eps: jax.typing.ArrayLike,
     mu_dtype: jax.typing.DTypeLike | None,
     cosine_guidance: bool,
@@ -177,11 +176,6 @@ def _average(
     """The running average, or nothing where b1 is known to be 0."""
     allowed = "a number of at least 1"
     require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
-    if callable(b1):
-        raise ValueError(
-            f"b1 is {b1!r}; allowed: a number in [0, 1). To schedule it under"
-            " optax.inject_hyperparams leave 'b1' out of static_args."
-        )
     return average_unless_zero(
         b1,
         cosine_guidance=cosine_guidance,

@@ -12,13 +12,13 @@ from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
 from adapprox_jax.params.views import WeightDimensionNumbers
-from adapprox_jax.schedules import RankGrowth
+from adapprox_jax.schedules import RankGrowth, momentum_by_rate
 from adapprox_jax.settings import (
     Hyperparameters,
     Settings,
 )
 from adapprox_jax.step.approximation import Approximate
-from adapprox_jax.transforms.guided_ema import average_unless_zero
+from adapprox_jax.transforms.guided_ema import average_unless_zero, code_bits
 from adapprox_jax.transforms.matrix_rms import scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
@@ -30,7 +30,7 @@ RMS = 0.2  # of the updates of a matrix before the learning rate, as those of Ad
 
 def adapprox_muon(
     learning_rate: optax.ScalarOrSchedule,
-    b1: jax.typing.ArrayLike = 0.95,
+    b1: optax.ScalarOrSchedule | None = None,
     b2: optax.ScalarOrSchedule = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
     eps_root: jax.typing.ArrayLike = 0.0,
@@ -44,13 +44,12 @@ def adapprox_muon(
     second_moment: bool | Literal["neurons"] = "neurons",
     cautious_weight_decay: bool = False,
     adapprox_b1: jax.typing.ArrayLike = 0.9,
-    adapprox_learning_rate_scale: jax.typing.ArrayLike = 1.0,
+    adapprox_learning_rate_scale: jax.typing.ArrayLike = 2.0,
     initial_rank: int | None = None,
     max_rank: int | float | None = None,
     error_threshold: optax.ScalarOrSchedule = 0.01,
     rank_interval: int | None = None,
     rank_growth: RankGrowth | None = None,
-    rank_margin: int | None = None,
     power_iterations: int | None = None,
     oversampling: int | None = None,
     rotate: bool = True,
@@ -71,15 +70,16 @@ def adapprox_muon(
 
     Args:
       learning_rate: A number or a schedule.
-      b1: Decay of the running average of the gradients of hidden matrices, in [0, 1). With 0 none
-        is kept: directions are of the gradients themselves.
+      b1: Decay of the running average of the gradients of hidden matrices, in [0, 1), or a function
+        from the step, from 1, to it. With 0 none is kept: directions are of the gradients
+        themselves. None for 1 - learning_rate / 0.08, at least 0.8 and at most 0.95, or 0.9 in 4
+        bits (docs/orthogonal.md). Where the rate is applied elsewhere, give a number.
       b2: Decay of the second moments, in [0, 1), or a function from the step to it; with
         second_moment="neurons" a number.
       eps: Added to the root of a second moment, at least 0.
       eps_root: Added under the root, at least 0.
       mu_dtype: Type of the running averages, as in `guided_ema`: int8, "int5" or int4 for codes.
-        Of hidden matrices they are rounded to the nearest; few bits want a b1 as low as 0.8
-        (docs/orthogonal.md).
+        Of hidden matrices they are rounded to the nearest.
       weight_decay: Decoupled weight decay, multiplied by the learning rate; at least 0. A number or
         a schedule.
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
@@ -102,7 +102,6 @@ def adapprox_muon(
       error_threshold: As there.
       rank_interval: As there.
       rank_growth: As there.
-      rank_margin: As there.
       power_iterations: As there.
       oversampling: As there.
       rotate: As there.
@@ -136,7 +135,9 @@ def adapprox_muon(
     AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
-    _check(b1, b2, adapprox_b1, adapprox_learning_rate_scale, second_moment)
+    _check(b2, adapprox_b1, adapprox_learning_rate_scale, second_moment)
+    if b1 is None:
+        b1 = momentum_by_rate(learning_rate, 0.9 if code_bits(mu_dtype) == 4 else 0.95)
     steps = 5 if newton_schulz_steps is None else newton_schulz_steps
     require_integer("newton_schulz_steps", steps, 1)
     settings = Settings.of(locals())
@@ -205,15 +206,13 @@ def _labels(orthogonalized: Selection, numbers: WeightDimensionNumbers) -> Calla
 
 
 def _check(
-    b1: jax.typing.ArrayLike,
     b2: optax.ScalarOrSchedule,
     adapprox_b1: jax.typing.ArrayLike,
     adapprox_learning_rate_scale: jax.typing.ArrayLike,
     second_moment: bool | Literal["neurons"],
 ) -> None:
     """Raises ValueError for what the parts of the chain would not name as the caller does."""
-    for name, decay in (("b1", b1), ("adapprox_b1", adapprox_b1)):
-        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("adapprox_b1", adapprox_b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
     scale, allowed = adapprox_learning_rate_scale, "a number above 0"
     require("adapprox_learning_rate_scale", scale, lambda x: x > 0, allowed)
     require_choice("second_moment", second_moment, (True, False, "neurons"))

@@ -26,7 +26,7 @@ def choose_rank(
       residual: ||A - q u^T||^2 of all columns.
       capacity: The largest rank.
       error_threshold: xi_thresh: the rank grows while the error is above it. NaN: to the largest.
-      rule: First rank, growth and margin.
+      rule: First rank and growth.
 
     Returns:
       An int32 scalar of at most `capacity`.
@@ -38,7 +38,7 @@ def choose_rank(
     """
 
     def next_rank(rank: jax.Array) -> jax.Array:
-        error = tail_error(energies, residual, jnp.maximum(rank - rule.rank_margin, 1))
+        error = tail_error(energies, residual, jnp.maximum(rank, 1))
         above = (error > error_threshold) | jnp.isnan(error_threshold)
         given = rule.growth(error)
         require_scalar("rank_growth", given)
@@ -50,4 +50,4 @@ def choose_rank(
     table = jax.vmap(next_rank)(jnp.arange(capacity + 1, dtype=jnp.int32))
     for _ in range(capacity.bit_length()):
         table = table[table]
-    return table[min(rule.first(capacity) + rule.rank_margin, capacity)]
+    return table[rule.first(capacity)]

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import (
+    at_step,
     check_state,
     is_zero,
     power,
     require,
     require_choice,
     require_flag,
+    require_or_schedule,
 )
 from adapprox_jax.linalg.quantization import (
     BLOCK,
@@ -44,7 +46,8 @@ class GuidedEmaState(NamedTuple):
       mu: Running average of the updates, with the structure and shapes of the parameters.
       scale: If `mu` holds codes, the bfloat16 scales of their blocks, and `optax.MaskedNode()` for
         leaves that are too small for codes; else ().
-      step: Updates so far, int32 scalar, if `mu` holds codes or with `nesterov`; else ().
+      step: Updates so far, int32 scalar, if `mu` holds codes, with `nesterov`, or where `b1` is a
+        function; else ().
     """
 
     mu: Any
@@ -53,7 +56,7 @@ class GuidedEmaState(NamedTuple):
 
 
 def guided_ema(
-    b1: jax.typing.ArrayLike = 0.9,
+    b1: optax.ScalarOrSchedule = 0.9,
     *,
     cosine_guidance: bool = False,
     eps: jax.typing.ArrayLike = 1e-8,
@@ -71,7 +74,7 @@ def guided_ema(
     would be averaged into every later step and, being above 1 at most steps, grow without bound.
 
     Args:
-      b1: Decay of the average, in [0, 1).
+      b1: Decay of the average, in [0, 1), or a function from the step, from 1, to it.
       cosine_guidance: Whether to scale by the cosine similarity.
       eps: Added to 1 - cos, at least 0.
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
@@ -105,19 +108,22 @@ def guided_ema(
     Source: paper, section "Cosine-Similarity Guidance Strategy", with the deviations of
     docs/algorithm.md, 4 and 6.
     """
-    bits = _bits_of(mu_dtype)
+    bits = code_bits(mu_dtype)
     rule = _Rule(b1, bits, rounding, nesterov)
     require_flag("cosine_guidance", cosine_guidance)
     check_dimension_numbers(weight_dimension_numbers)
     require("eps", eps, lambda x: x >= 0, "a number of at least 0")
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
-        require("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
+        allowed = "above 0 where cosine_guidance is on"
+        require_or_schedule("b1", b1, lambda x: x > 0, allowed)
     if cosine_guidance and nesterov:
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
 
+    counts = bool(bits or nesterov or callable(b1))
+
     def init(params: optax.Params) -> GuidedEmaState:
-        step = jnp.zeros([], jnp.int32) if bits or nesterov else ()
+        step = jnp.zeros([], jnp.int32) if counts else ()
         if bits is None:
             return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype), step=step)
         leaves = Leaves.of(params, "parameter")
@@ -132,14 +138,13 @@ def guided_ema(
         check_state(state, GuidedEmaState, "guided_ema")
         leaves = Leaves.of(updates, "update")
         mu, scales = leaves.matching(state.mu), Leaves.of(state.scale)
-        counts = bool(bits or nesterov)
         if leaves.boxed:
             has_scales = type(state.scale) is not tuple or bool(state.scale)
             _check_fields(has_scales, not isinstance(state.step, tuple), bits, counts)
         step = optax.safe_increment(state.step) if counts else ()
         kept = mu.arrays, _scale_of_each(scales, leaves)
         with using_mesh_of(leaves.arrays):
-            results = _average_leaves(leaves.names, leaves.arrays, *kept, step, rule)
+            results = _average_leaves(leaves.names, leaves.arrays, *kept, step, rule.at(step))
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
             views = views_of(weight_dimension_numbers, leaves)
@@ -191,7 +196,9 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
     return like._replace(mu=mu.filled(new_mu), scale=scale)
 
 
-def average_unless_zero(b1: jax.typing.ArrayLike, **settings: Any) -> optax.GradientTransformation:
+def average_unless_zero(
+    b1: optax.ScalarOrSchedule, **settings: Any
+) -> optax.GradientTransformation:
     """`guided_ema`, or nothing where b1 is known to be 0."""
     average = guided_ema(b1, **settings)  # made in any case: it checks its arguments
     return optax.identity() if is_zero(b1) else average
@@ -201,16 +208,30 @@ def average_unless_zero(b1: jax.typing.ArrayLike, **settings: Any) -> optax.Grad
 class _Rule:
     """How an average is made and kept."""
 
-    b1: jax.typing.ArrayLike
+    b1: optax.ScalarOrSchedule
     bits: int | None  # None: no codes
     rounding: Rounding
     nesterov: bool
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
-        require("b1", self.b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+        allowed = "a number in [0, 1), or a function from the step to one"
+        require_or_schedule("b1", self.b1, lambda x: 0 <= x < 1, allowed)
         require_choice("rounding", self.rounding, get_args(Rounding))
         require_flag("nesterov", self.nesterov)
+
+    def at(self, step: Any) -> "_Rule":
+        """The rule at a step, where b1 is a number."""
+        if not callable(self.b1):
+            return self
+        b1 = jnp.asarray(at_step("b1", self.b1, step), jnp.float32)
+        return dataclasses.replace(self, b1=b1)
+
+    def averaged(self, update: jax.Array, last: jax.Array) -> jax.Array:
+        """The new average, in float32 or wider."""
+        dtype = wide_dtype(update.dtype)
+        b1: Any = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
+        return jnp.asarray(b1 * last.astype(dtype) + (1 - b1) * update.astype(dtype))
 
     def emitted(self, average: jax.Array, update: jax.Array, step: Any) -> jax.Array:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
@@ -227,7 +248,7 @@ def _scale_of_each(scales: Leaves, leaves: Leaves) -> list[Any]:
     return [by_path.get(path) for path in leaves.paths]
 
 
-def _bits_of(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
+def code_bits(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     """Bits of the codes that a type asks for; None for a type that the average itself can have."""
     if mu_dtype is None:
         return None
@@ -269,10 +290,6 @@ def _average_leaves(
 ) -> list[tuple[Any, Any, Any]]:
     """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
 
-    def averaged(update: jax.Array, last: jax.Array) -> jax.Array:
-        dtype = wide_dtype(update.dtype)
-        return jnp.asarray(rule.b1 * last.astype(dtype) + (1 - rule.b1) * update.astype(dtype))
-
     def coded(operands: tuple[jax.Array, ...]) -> Any:
         return with_automatic_axes(average_codes, operands)(*operands, step)
 
@@ -282,7 +299,7 @@ def _average_leaves(
         codes = begin_late_on_cpu(update, codes)
         last = dequantize(codes, scales, update.shape)
         # In memory, so that updates are made once: what is emitted is made from both averages.
-        average = jax.lax.optimization_barrier(averaged(update, last))
+        average = jax.lax.optimization_barrier(rule.averaged(update, last))
         emitted = rule.emitted(average, (average - rule.b1 * last) / (1 - rule.b1), step)
         noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
         return emitted, *quantize(average, rule.bits or 0, noise)
@@ -301,7 +318,7 @@ def _average_leaves(
                 " Was the state made for other parameters?"
             )
         else:
-            average = averaged(update, mu)
+            average = rule.averaged(update, mu)
             emitted = rule.emitted(average, update.astype(average.dtype), step)
             results[i] = emitted, average.astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))

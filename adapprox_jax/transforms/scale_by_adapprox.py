@@ -55,7 +55,6 @@ def scale_by_adapprox(
     error_threshold: optax.ScalarOrSchedule = 0.01,
     rank_interval: int | None = None,
     rank_growth: RankGrowth | None = None,
-    rank_margin: int | None = None,
     power_iterations: int | None = None,
     oversampling: int | None = None,
     rotate: bool = True,
@@ -87,12 +86,9 @@ def scale_by_adapprox(
         matrix.
       error_threshold: The rank grows while the relative error is above it, at least 0. With
         `approximate="root"` this is the error of the root. Or a function from the step, from 1, to
-        it, as `sampling_threshold` gives.
+        it.
       rank_interval: Steps between choices of the rank, at least 1; None for 10.
       rank_growth: f: from the error to the columns to add; None for `sigmoid_growth()`.
-      rank_margin: Columns kept beyond the rank at which the error is low enough, at least 0; None
-        for 0. What that rank leaves out gathers there over the steps, so that a rank can be seen to
-        be too low.
       power_iterations: l, passes of Algorithm 1's loop, at least 1; None for 1.
       oversampling: p, columns worked on beyond the rank, at least 0; None for 0. No effect without
         `rotate`. With a warm start the columns in use turn towards what they lack by themselves,

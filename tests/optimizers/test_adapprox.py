@@ -217,7 +217,6 @@ BAD = [
     (dict(clipping_threshold=0.0), r"clipping_threshold is 0\.0; allowed: a number above 0"),
     (dict(eps="small"), r"eps is 'small'; allowed: a number of at least 0"),
     (dict(rank_growth=5), r"rank_growth is 5; allowed: a function, or None"),
-    (dict(rank_margin=-1), r"rank_margin is -1; allowed: an integer of at least 0"),
     (
         dict(mu_dtype=jnp.int16),
         r"mu_dtype is int16; allowed: None, floating-point types of 16 bits or",

@@ -161,6 +161,7 @@ def test_without_second_moment_it_is_muon():
     )
     ours = adapprox_jax.adapprox_muon(
         1e-2,
+        b1=0.95,
         weight_decay=0.1,
         second_moment=False,
         orthogonalized=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
@@ -207,7 +208,8 @@ def test_the_library_follows_the_reference(s, keywords, tall):
     if tall and s.neurons is not None:  # the library's outputs are then the reference's inputs
         s = dataclasses.replace(s, neurons=0)
     with jax.enable_x64(True):
-        tx = adapprox_jax.adapprox_muon(-1.0, weight_decay=0.0, key=KEY, **keywords)
+        keywords = {"b1": 0.95, "weight_decay": 0.0, "key": KEY, **keywords}
+        tx = adapprox_jax.adapprox_muon(-1.0, **keywords)
         rng = np.random.default_rng(0)
         sizes = np.exp(rng.normal(size=(24, 40)))
         turn = (lambda x: x.T) if tall else (lambda x: x)
@@ -222,6 +224,45 @@ def test_the_library_follows_the_reference(s, keywords, tall):
             updates, state = update({"w": jnp.asarray(turn(gradient))}, state, params)
             difference = np.linalg.norm(turn(np.asarray(updates["w"])) - expected)
             assert difference <= 1e-8 * np.linalg.norm(expected), f"step {t}"
+
+
+@pytest.mark.parametrize(
+    ("rate", "mu_dtype", "b1"),
+    [
+        (1e-3, None, 0.95),
+        (6e-3, None, 0.925),
+        (6e-3, jnp.int8, 0.925),
+        (6e-3, jnp.int4, 0.9),
+        (6e-3, "int4", 0.9),
+        (1.2e-2, "int4", 0.85),
+        (0.1, None, 0.8),
+        (-1.0, None, 0.8),
+    ],
+)
+def test_the_memory_is_longer_where_steps_are_smaller(rate, mu_dtype, b1):
+    grads = gradients(5, {"kernel": (64, 96)})
+    settings = dict(mu_dtype=mu_dtype, orthogonalized={"kernel": True}, weight_decay=0.0)
+    by_rate = run(adapprox_jax.adapprox_muon(rate, **settings), grads)[0]
+    given = run(adapprox_jax.adapprox_muon(rate, b1=b1, **settings), grads)[0]
+    for one, other in zip(by_rate, given, strict=True):
+        # A rounding of b1 may turn the rounding of a code.
+        error = np.linalg.norm(one["kernel"] - other["kernel"])
+        assert error <= (0.02 if mu_dtype else 1e-4) * np.linalg.norm(other["kernel"])
+
+
+def test_the_memory_follows_a_schedule_of_the_rate():
+    """Whose first step is 0, where the functions of settings count from 1."""
+    rates = [6e-3, 1.2e-2, 1e-3, 3e-3]
+    schedule = lambda step: jnp.asarray(rates)[step]  # noqa: E731
+    grads = gradients(4, {"kernel": (64, 96)})
+    tx = adapprox_jax.adapprox_muon(schedule, orthogonalized={"kernel": True})
+    _, state = run(tx, grads)
+    kept = state[0].inner_states["orthogonalized"].inner_state[0]
+    mu = np.zeros((64, 96))
+    for grad, rate in zip(grads, rates, strict=True):
+        b1 = np.clip(1 - rate / 0.08, 0.8, 0.95)
+        mu = b1 * mu + (1 - b1) * grad["kernel"]
+    np.testing.assert_allclose(kept.mu["kernel"], mu, rtol=1e-4, atol=1e-6)
 
 
 def test_neurons_are_the_columns_or_what_is_named_so():

@@ -31,7 +31,7 @@ def raises(call, *words, error=ValueError):
     ("name", "value"),
     [
         *(("b2", value) for value in (1.5, jnp.array(1.5), np.array(1.5), "0.9", True, np.nan)),
-        *(("b1", value) for value in (-0.1, jnp.array(1.0), lambda step: 0.9)),
+        *(("b1", value) for value in (-0.1, jnp.array(1.0), lambda: 0.9)),
         *(("eps", value) for value in (-1.0, jnp.array(-1.0), jnp.ones(2), None)),
         ("b2", lambda: 0.9),
         ("eps_root", jnp.array(np.nan)),
@@ -50,7 +50,6 @@ def raises(call, *words, error=ValueError):
         ("rank_interval", jnp.array(3)),
         ("max_rank", 0),
         ("max_rank", 1.5),
-        ("rank_margin", -1),
         ("approximate", "cube"),
         ("approximate", jnp.ones(2)),
         ("orthogonalization", "svd"),

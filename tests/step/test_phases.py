@@ -23,7 +23,7 @@ SETTINGS = {
     "many columns": dict(max_rank=20),  # cut to 14
     "adaptive": dict(
         b2=0.99, initial_rank=1, max_rank=14, error_threshold=0.3, rank_growth=lambda error: 3,
-        rank_interval=5, rank_margin=1,
+        rank_interval=5,
     ),
 }  # fmt: skip
 

@@ -16,7 +16,7 @@ SETTINGS = [
     dict(power_iterations=2, warm_start=False, orthogonalization="qr"),
     dict(approximate="moment", orthogonalization="qr"),
     dict(approximate="moment", initial_rank=1, max_rank=6, rank_interval=2, error_threshold=0.1),
-    dict(initial_rank=1, max_rank=0.5, rank_interval=1, rank_margin=1),
+    dict(initial_rank=1, max_rank=0.5, rank_interval=1),
     dict(factor_dtype=jnp.bfloat16),
     dict(eps_root=1e-12, bias_correction=True),
     dict(rotate=False, oversampling=1),

@@ -48,7 +48,6 @@ RULE = RankRule(
     max_rank=12,
     rank_interval=10,
     rank_growth=lambda xi: jnp.asarray(1),
-    rank_margin=0,
 )
 SUBSPACE = Subspace(
     power_iterations=5, oversampling=5, rotate=True, warm_start=False, orthogonalization="qr"
@@ -162,19 +161,6 @@ def test_error_counts_the_rounding_of_the_factors():
     assert float(factors.error) > 1e-4  # float32 factors of rank 20 have 4e-5
 
 
-def test_a_margin_is_kept_beyond_the_rank_that_suffices():
-    chosen = int(factor(decaying(), error_threshold=0.05).rank)
-    factors = factor(decaying(), error_threshold=0.05, rank_margin=3)
-    assert int(factors.rank) == chosen + 3
-    # Its error is that of all columns kept, margin included.
-    tail = np.linalg.norm(0.6 ** np.arange(chosen + 3, 24)) / np.linalg.norm(0.6 ** np.arange(24))
-    without = factor(decaying(), error_threshold=float(1.1 * tail))
-    assert int(without.rank) == chosen + 3
-    error = float(without.error)
-    np.testing.assert_allclose(float(factors.error), error, rtol=1e-3)
-    assert int(factor(decaying(), error_threshold=0.0, rank_margin=3).rank) == 12
-
-
 def energies_of(*singular_values):
     return jnp.square(jnp.asarray(singular_values, jnp.float32))
 
@@ -192,14 +178,13 @@ def test_the_rank_chosen_is_the_first_whose_error_is_low_enough():
     assert chosen(6) == 6  # from the first on
     assert chosen(threshold=0.0) == 8  # the residual is zero only there
     assert chosen(capacity=3) == 3
-    assert chosen(rank_margin=2) == 2 + chosen()
 
 
-def ranks_by_a_loop(energies, residual, first, capacity, threshold, growth, margin):
+def ranks_by_a_loop(energies, residual, first, capacity, threshold, growth):
     """Algorithm 2 as it is printed."""
-    rank = min(first + margin, capacity)
+    rank = min(first, capacity)
     while rank < capacity:
-        beyond = residual + energies[max(rank - margin, 1) :].sum()
+        beyond = residual + energies[max(rank, 1) :].sum()
         error = np.sqrt(beyond / (residual + energies.sum()))
         if not (error > threshold or np.isnan(threshold)):
             break
@@ -207,22 +192,19 @@ def ranks_by_a_loop(energies, residual, first, capacity, threshold, growth, marg
     return rank
 
 
-@pytest.mark.parametrize("margin", [0, 3])
 @pytest.mark.parametrize("first", [1, 4])
-def test_the_table_leads_to_the_rank_of_the_loop(margin, first):
+def test_the_table_leads_to_the_rank_of_the_loop(first):
     rng = np.random.default_rng(0)
     growths = (lambda error: 0, lambda error: 3, lambda error: jnp.floor(9 * error), jnp.exp)
     capacity = 13
     for growth in growths:
-        rule = RankRule(first, capacity, 1, growth, margin)
+        rule = RankRule(first, capacity, 1, growth)
         by_table = jax.jit(functools.partial(choose_rank, capacity=capacity, rule=rule))
         for _ in range(5):
             energies = np.sort(rng.exponential(size=16).astype(np.float32) ** 4)[::-1]
             residual = np.float32(0.01 * energies.sum())
             for threshold in (0.0, 0.11, 0.2, 0.4, 0.8, 2.0, np.nan):
-                by_loop = ranks_by_a_loop(
-                    energies, residual, first, capacity, threshold, growth, margin
-                )
+                by_loop = ranks_by_a_loop(energies, residual, first, capacity, threshold, growth)
                 assert int(by_table(energies, residual, error_threshold=threshold)) == by_loop
 
 

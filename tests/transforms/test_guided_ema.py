@@ -1,5 +1,6 @@
 """The running average of updates and its guidance."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,6 +23,22 @@ def test_plain_average_is_optax_ema_without_correction():
         expected, second = theirs.update(update, states[1])
         states = first, second
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("mu_dtype", [None, "int8"])
+def test_a_decay_that_is_a_function_of_the_step(mu_dtype):
+    given = updates(4, (64, 64))
+    tx = adapprox_jax.guided_ema(lambda step: 1 - 1 / (step + 1), mu_dtype=mu_dtype)
+    state = tx.init(given[0])
+    for update in given:
+        average, new = jax.jit(tx.update)(update, state)
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+        state = new
+    assert int(state.step) == 4
+    # b1 of 1/2, 2/3, ...: the sum of all so far, over one more than there are.
+    mean = sum(given) / 5
+    allowed = 0.02 * float(jnp.max(jnp.abs(mean))) if mu_dtype else 1e-6
+    np.testing.assert_allclose(average, mean, atol=allowed)
 
 
 def test_guidance_is_the_formula_of_the_paper_below_the_cap():
