@@ -73,7 +73,7 @@ def adapprox_muon(
       b1: Decay of the running average of the gradients of hidden matrices, in [0, 1), or a function
         from the step, from 1, to it. With 0 none is kept: directions are of the gradients
         themselves. None for 1 - learning_rate / 0.08, at least 0.8 and at most 0.95, or 0.9 in 4
-        bits (docs/orthogonal.md). Where the rate is applied elsewhere, give a number.
+        bits (docs/orthogonal.md). If another transformation applies the rate, give a number.
       b2: Decay of the second moments, in [0, 1), or a function from the step to it; with
         second_moment="neurons" a number.
       eps: Added to the root of a second moment, at least 0.
