@@ -146,7 +146,6 @@ def adapprox(
     return named_chain(
         "adapprox",
         scale_with(settings, hyperparameters, numbers, key),
-        optax.identity(),  # the place of the clip, which is made with the step
         _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, nesterov, numbers),
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )

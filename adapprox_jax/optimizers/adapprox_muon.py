@@ -154,7 +154,6 @@ def adapprox_muon(
     )
     others = optax.chain(
         scale_with(settings, clips, numbers, key),
-        optax.identity(),  # the place of the clip, which is made with the step
         average_unless_zero(adapprox_b1, nesterov=nesterov, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )

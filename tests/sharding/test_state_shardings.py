@@ -78,7 +78,7 @@ EXPECTED_U = {
 def test_factors_lie_as_the_sides_that_they_belong_to(kind):
     mesh = mesh_of(kind)
     shardings = state_shardings(adapprox_jax.adapprox(1e-3, mu_dtype="int8"), abstract(mesh))
-    state, average = specs(shardings[0]), specs(shardings[2])
+    state, average = specs(shardings[0]), specs(shardings[1])
     assert state.q == EXPECTED_Q
     assert state.u == EXPECTED_U
     experts = sorted(SHAPES.keys() - {"bias", "scalar"}).index("experts")
@@ -118,7 +118,7 @@ def test_an_axis_that_the_devices_do_not_divide_is_on_all_of_them(mesh):
     sharding = NamedSharding(mesh, P(("x", "y"), None))
     # 33 blocks of the average's codes.
     params = {"odd": jax.ShapeDtypeStruct((1056, 128), jnp.float32, sharding=sharding)}
-    average = specs(state_shardings(adapprox_jax.adapprox(1e-3, mu_dtype="int8"), params)[2])
+    average = specs(state_shardings(adapprox_jax.adapprox(1e-3, mu_dtype="int8"), params)[1])
     assert average.mu["odd"] == (("x", "y"),)
     assert average.scale["odd"] == ()
 

@@ -171,8 +171,8 @@ def compare(
 def from_library(state, rank: int) -> dict[str, np.ndarray]:
     """The library's factors and average, as the reference has them."""
     kept = dict(q=state[0].q[:, :rank], u=state[0].u[:, :rank])
-    if isinstance(state[2], adapprox_jax.GuidedEmaState):
-        kept["m"] = state[2].mu
+    if isinstance(state[1], adapprox_jax.GuidedEmaState):
+        kept["m"] = state[1].mu
     return {name: np.asarray(x, np.float64) for name, x in kept.items()}
 
 
