@@ -20,7 +20,7 @@ class Options:
     """Hyperparameters of the optimizer; those that are not given are the library's defaults."""
 
     b1: float = 0.9
-    """Decay of the average of gradients or updates. Hidden matrices of Muon have 0.95."""
+    """Decay of the average. Hidden matrices have 0.95 in Muon, and one by the rate in ours."""
     b2: float = 0.999
     """Decay of the second moment. Adafactor has 1 - t^-0.8, Muon 0.95."""
     weight_decay: float = 0.1
