@@ -105,10 +105,13 @@ CHANGES = {
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
 WEIGHTS = ("AdamW b2 0.999, clipped", "adapprox_muon 4 bits")
 # How long the memory is to be, at three lengths of runs.
-MEMORIES = tuple(
-    f"{name}, b1 {b1:g}, other parameters x2"
-    for name in ("adapprox_muon", "adapprox_muon 4 bits", "Muon, q k v separate")
-    for b1 in (0.8, 0.9, 0.95)
+MEMORIES = (
+    *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
+    *(
+        f"{name}, b1 {b1:g}, other parameters x2"
+        for name in ("adapprox_muon", "adapprox_muon 4 bits", "Muon, q k v separate")
+        for b1 in (0.8, 0.9, 0.95)
+    ),
 )
 LENGTHS = ("small, code", "small, code, 1600 steps", "small, code, 6400 steps")
 # Runs of the defaults of today, whose last one is compared with.

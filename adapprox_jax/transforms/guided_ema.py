@@ -289,20 +289,23 @@ def _average_leaves(
     rule: _Rule,
 ) -> list[tuple[Any, Any, Any]]:
     """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
+    # An argument, where it is an array: what a function closes over has the axes outside of it.
+    decay = rule.b1 if isinstance(rule.b1, jax.Array) else None
 
     def coded(operands: tuple[jax.Array, ...]) -> Any:
-        return with_automatic_axes(average_codes, operands)(*operands, step)
+        return with_automatic_axes(average_codes, operands)(*operands, step, decay)
 
     def average_codes(
-        update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array
+        update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array, decay: Any
     ) -> tuple[jax.Array, ...]:
+        local = rule if decay is None else dataclasses.replace(rule, b1=decay)
         codes = begin_late_on_cpu(update, codes)
         last = dequantize(codes, scales, update.shape)
         # In memory, so that updates are made once: what is emitted is made from both averages.
-        average = jax.lax.optimization_barrier(rule.averaged(update, last))
-        emitted = rule.emitted(average, (average - rule.b1 * last) / (1 - rule.b1), step)
-        noise = uniform_noise(update.shape, step) if rule.rounding == "stochastic" else None
-        return emitted, *quantize(average, rule.bits or 0, noise)
+        average = jax.lax.optimization_barrier(local.averaged(update, last))
+        emitted = local.emitted(average, (average - local.b1 * last) / (1 - local.b1), step)
+        noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
+        return emitted, *quantize(average, local.bits or 0, noise)
 
     results: dict[int, tuple[Any, Any, Any]] = {}
     in_codes = {}
