@@ -48,9 +48,10 @@ SHOWN = {
     "NorMuon": (("NorMuon",), (0, -15)),
     "adapprox": (("adapprox",), (0, 8)),
     "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
-    "adapprox_muon, 4 bits": (("adapprox_muon 4 bits",), (30, 8)),
+    "adapprox_muon, 4 bits": (("adapprox_muon 4 bits, b1 by rate",), (30, 8)),
 }
 DIRECTIONS = (
+    "adapprox_muon 4 bits, b1 by rate",
     "adapprox_muon 4 bits",
     "adapprox_muon 4 bits, b1 0.9, other parameters x2",
     "NorMuon",
