@@ -7,6 +7,7 @@ records is named.
 
 import contextlib
 import io
+import math
 import pathlib
 import re
 import statistics
@@ -127,6 +128,9 @@ LAYOUTS = (
     *(f"{_AS_MUON}, qkv whole", f"{_AS_MUON}, by heads"),
     *(f"{_AS_MUON}, others without Nesterov", "Muon defaults", "Muon defaults, q k v separate"),
 )
+# The rate of each over that of AdamW.
+RULES = {"adapprox": 1.4142, "adapprox_muon 4 bits, b1 by rate": 5.0}
+BASE_OF_RATES = "AdamW with Nesterov, b2 0.999, clipped"
 ON_THE_WAY = (10, 20, 40, 100, 400)  # steps
 LONGER = (
     *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
@@ -163,6 +167,7 @@ def blocks() -> dict[str, str]:
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "lengths": loss_tables.comparison(defaults, MEMORIES, MEMORIES[-2], LENGTHS),
         "first minutes": _first_minutes(defaults, of_defaults),
+        "rates": _rates(defaults, of_defaults),
     }
     kinds = get_args(Weights)[1:]
     found["weights"] = _against("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
@@ -248,6 +253,30 @@ def _first_minutes(results: loss_tables.Results, rows: Sequence[dict]) -> str:
         means = [statistics.mean(curve[step] for curve in curves) for step in ON_THE_WAY]
         cells.append([setting, name, f"{best.rate:.2g}", *(f"{mean:.2f}" for mean in means)])
     return records.table(["", "", "peak rate", *(f"step {step}" for step in ON_THE_WAY)], cells)
+
+
+def _rates(results: loss_tables.Results, rows: Sequence[dict]) -> str:
+    """By how much a rule for the rate misses a contender's best loss, with the first seed."""
+    cells = []
+    for name, factor in RULES.items():
+        for setting in (*TEXTS, *SMALL):
+            losses = {
+                row["settings"]["learning_rate"]: loss_tables.loss_of(row)
+                for row in rows
+                if (row["setting"], row["contender"]) == (setting, name)
+                and row["settings"]["seed"] == 0
+            }
+            base = results[setting, BASE_OF_RATES].rate
+            found = []
+            for wrong in (0.5, 1.0, 2.0):
+                wanted = wrong * factor * base
+                near = min(losses, key=lambda rate: abs(math.log(rate / wanted)))
+                is_it = math.isclose(near, wanted, rel_tol=0.03)
+                found.append(f"{losses[near] - min(losses.values()):+.3f}" if is_it else "")
+            best = min(losses, key=lambda rate: losses[rate])
+            cells.append([name, setting, f"{best / base:.1f}", f"{factor:.1f}", *found])
+    titles = ["", "", "best rate over AdamW's", "rule", "half of it", "the rule", "twice"]
+    return records.table(titles, cells)
 
 
 def _against(file: str, of_base: dict[str, Sequence[str]]) -> str:
