@@ -66,7 +66,7 @@ def adapprox_muon(
     Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
     or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. All other parameters:
     `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both. Updates
-    have about the size of AdamW's; the best rates were 5 and 7 times as high (docs/results.md).
+    have about the size of AdamW's; begin with 5 times its rate (docs/choosing.md).
 
     Args:
       learning_rate: A number or a schedule.
