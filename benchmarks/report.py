@@ -124,6 +124,8 @@ MOMENTUM = (
 )
 _AS_MUON = "adapprox_muon b1 0.95, one rate"
 LAYOUTS = (
+    *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
+    "Muon, q k v separate, b1 0.8, other parameters x2",
     *(_AS_MUON, f"{_AS_MUON}, 5 bits", f"{_AS_MUON}, 4 bits"),
     *(f"{_AS_MUON}, qkv whole", f"{_AS_MUON}, by heads"),
     *(f"{_AS_MUON}, others without Nesterov", "Muon defaults", "Muon defaults, q k v separate"),
