@@ -129,6 +129,8 @@ def from_adam(
 
     def kept(average: Any, node: GuidedEmaState) -> GuidedEmaState:
         stored = stored_average(average, node)
+        if not isinstance(node.left, tuple):
+            stored = stored._replace(left=jnp.float32(b1 ** int(moments.count)))
         return stored if isinstance(node.step, tuple) else stored._replace(step=moments.count)
 
     def convert_all(tree: Any) -> Any:

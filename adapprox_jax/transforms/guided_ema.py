@@ -48,11 +48,14 @@ class GuidedEmaState(NamedTuple):
         leaves that are too small for codes; else ().
       step: Updates so far, int32 scalar, if `mu` holds codes, with `nesterov`, or where `b1` is a
         function; else ().
+      left: Product of all decays so far, float32 scalar, with `nesterov` where `b1` is a function;
+        else (). So much is missing in the average because it began at zero.
     """
 
     mu: Any
     scale: Any = ()
     step: Any = ()
+    left: Any = ()
 
 
 def guided_ema(
@@ -74,7 +77,8 @@ def guided_ema(
     would be averaged into every later step and, being above 1 at most steps, grow without bound.
 
     Args:
-      b1: Decay of the average, in [0, 1), or a function from the step, from 1, to it.
+      b1: Decay of the average, in [0, 1), or a function from the step, from 1, to it. Under
+        `optax.inject_hyperparams` name b1 in `static_args` then: Optax counts schedules from 0.
       cosine_guidance: Whether to scale by the cosine similarity.
       eps: Added to 1 - cos, at least 0.
       max_scale: Largest factor, at least 1. Without a cap the first step, where u and M are
@@ -121,15 +125,18 @@ def guided_ema(
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
 
     counts = bool(bits or nesterov or callable(b1))
+    varies = bool(nesterov and callable(b1))
 
     def init(params: optax.Params) -> GuidedEmaState:
         step = jnp.zeros([], jnp.int32) if counts else ()
+        left = jnp.ones([], jnp.float32) if varies else ()
         if bits is None:
-            return GuidedEmaState(optax.tree.zeros_like(params, dtype=mu_dtype), step=step)
+            mu = optax.tree.zeros_like(params, dtype=mu_dtype)
+            return GuidedEmaState(mu, step=step, left=left)
         leaves = Leaves.of(params, "parameter")
         zeros = [_zero_codes(leaf, bits) for leaf in leaves.boxed]
         mu, scale = map(leaves.structure.unflatten, unzipped(zeros, 2))
-        return GuidedEmaState(mu, scale, step)
+        return GuidedEmaState(mu, scale, step, left)
 
     def update(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
@@ -141,10 +148,14 @@ def guided_ema(
         if leaves.boxed:
             has_scales = type(state.scale) is not tuple or bool(state.scale)
             _check_fields(has_scales, not isinstance(state.step, tuple), bits, counts)
+            if isinstance(state.left, tuple) == varies:
+                raise ValueError("guided_ema got a state that was made with another kind of b1.")
         step = optax.safe_increment(state.step) if counts else ()
+        now = rule.at(step)
+        left = state.left * now.b1 if varies else ()
         kept = mu.arrays, _scale_of_each(scales, leaves)
         with using_mesh_of(leaves.arrays):
-            results = _average_leaves(leaves.names, leaves.arrays, *kept, step, rule.at(step))
+            results = _average_leaves(leaves.names, leaves.arrays, *kept, step, left, now)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
             views = views_of(weight_dimension_numbers, leaves)
@@ -154,7 +165,7 @@ def guided_ema(
             ]
         emitted = [x.astype(u.dtype) for x, u in zip(averages, leaves.arrays, strict=True)]
         new_scale = scales.filled([scale for scale in new_scales if scale is not None])
-        return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step)
+        return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step, left)
 
     return optax.GradientTransformation(init, update)
 
@@ -171,7 +182,8 @@ def _check_fields(has_scales: bool, has_count: bool, bits: int | None, counts: b
     if has_count != counts:
         kept, other = ("a count", "with") if has_count else ("no count", "without")
         raise ValueError(
-            f"guided_ema got a state with {kept} of steps; was it made {other} nesterov?"
+            f"guided_ema got a state with {kept} of steps; was it made {other} nesterov, or with"
+            " another b1?"
         )
 
 
@@ -224,8 +236,9 @@ class _Rule:
         """The rule at a step, where b1 is a number."""
         if not callable(self.b1):
             return self
-        b1 = jnp.asarray(at_step("b1", self.b1, step), jnp.float32)
-        return dataclasses.replace(self, b1=b1)
+        b1 = at_step("b1", self.b1, step)
+        require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1) at every step")
+        return dataclasses.replace(self, b1=jnp.asarray(b1, jnp.float32))
 
     def averaged(self, update: jax.Array, last: jax.Array) -> jax.Array:
         """The new average, in float32 or wider."""
@@ -233,11 +246,11 @@ class _Rule:
         b1: Any = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
         return jnp.asarray(b1 * last.astype(dtype) + (1 - b1) * update.astype(dtype))
 
-    def emitted(self, average: jax.Array, update: jax.Array, step: Any) -> jax.Array:
+    def emitted(self, average: jax.Array, update: jax.Array, step: Any, left: Any) -> jax.Array:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
         if not self.nesterov:
             return average
-        left = power(self.b1, step)
+        left = power(self.b1, step) if isinstance(left, tuple) else left
         older, newer = self.b1 / (1 - self.b1 * left), (1 - self.b1) / (1 - left)
         return jnp.asarray(older * average + newer * update)
 
@@ -286,6 +299,7 @@ def _average_leaves(
     mus: Sequence[Any],
     scales: Sequence[Any],
     step: Any,
+    left: Any,
     rule: _Rule,
 ) -> list[tuple[Any, Any, Any]]:
     """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
@@ -293,17 +307,22 @@ def _average_leaves(
     decay = rule.b1 if isinstance(rule.b1, jax.Array) else None
 
     def coded(operands: tuple[jax.Array, ...]) -> Any:
-        return with_automatic_axes(average_codes, operands)(*operands, step, decay)
+        return with_automatic_axes(average_codes, operands)(*operands, step, left, decay)
 
     def average_codes(
-        update: jax.Array, codes: jax.Array, scales: jax.Array, step: jax.Array, decay: Any
+        update: jax.Array,
+        codes: jax.Array,
+        scales: jax.Array,
+        step: jax.Array,
+        left: Any,
+        decay: Any,
     ) -> tuple[jax.Array, ...]:
         local = rule if decay is None else dataclasses.replace(rule, b1=decay)
         codes = begin_late_on_cpu(update, codes)
         last = dequantize(codes, scales, update.shape)
         # In memory, so that updates are made once: what is emitted is made from both averages.
         average = jax.lax.optimization_barrier(local.averaged(update, last))
-        emitted = local.emitted(average, (average - local.b1 * last) / (1 - local.b1), step)
+        emitted = local.emitted(average, (average - local.b1 * last) / (1 - local.b1), step, left)
         noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
         return emitted, *quantize(average, local.bits or 0, noise)
 
@@ -322,7 +341,7 @@ def _average_leaves(
             )
         else:
             average = rule.averaged(update, mu)
-            emitted = rule.emitted(average, update.astype(average.dtype), step)
+            emitted = rule.emitted(average, update.astype(average.dtype), step, left)
             results[i] = emitted, average.astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]

@@ -41,6 +41,35 @@ def test_a_decay_that_is_a_function_of_the_step(mu_dtype):
     np.testing.assert_allclose(average, mean, atol=allowed)
 
 
+@pytest.mark.parametrize("mu_dtype", [None, "int8"])
+def test_nesterovs_momentum_is_corrected_by_all_decays_so_far(mu_dtype):
+    decays = [0.95, 0.9, 0.5, 0.8]
+    given = updates(4, (64, 64))
+    schedule = lambda step: jnp.asarray([0.0, *decays])[step]  # noqa: E731
+    tx = adapprox_jax.guided_ema(schedule, nesterov=True, mu_dtype=mu_dtype)
+    state, mu, left = tx.init(given[0]), np.zeros((64, 64)), 1.0
+    for update, b1 in zip(given, decays, strict=True):
+        emitted, state = jax.jit(tx.update)(update, state)
+        mu, left = b1 * mu + (1 - b1) * update, b1 * left
+        expected = b1 * mu / (1 - b1 * left) + (1 - b1) * update / (1 - left)
+        allowed = 0.02 * float(jnp.max(jnp.abs(expected))) if mu_dtype else 1e-5
+        np.testing.assert_allclose(emitted, expected, atol=allowed)
+
+
+def test_a_decay_out_of_range_at_a_step_is_named():
+    for b1 in (lambda step: 2.0, lambda step: 1.0, lambda step: float("nan")):
+        tx = adapprox_jax.guided_ema(b1)
+        state = tx.init(jnp.ones(3))
+        for update in (tx.update, jax.jit(tx.update)):
+            with pytest.raises(
+                ValueError, match=r"b1 is .*; allowed: a number in \[0, 1\) at every"
+            ):
+                update(jnp.ones(3), state)
+    kept = adapprox_jax.guided_ema(0.9, nesterov=True).init(jnp.ones(3))
+    with pytest.raises(ValueError, match="made with another kind of b1"):
+        adapprox_jax.guided_ema(lambda step: 0.9, nesterov=True).update(jnp.ones(3), kept)
+
+
 def test_guidance_is_the_formula_of_the_paper_below_the_cap():
     tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, max_scale=1e3)
     state, average = tx.init(updates()[0]), np.zeros((6, 8))
