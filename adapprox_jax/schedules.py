@@ -108,8 +108,9 @@ def momentum_by_rate(
     """
 
     def decay(step: jax.Array) -> jax.Array:
-        rate = jnp.asarray(at_step("learning_rate", learning_rate, step - 1), jnp.float32)
-        return jnp.clip(1 - jnp.abs(rate) / 0.08, 0.8, highest)
+        rate = at_step("learning_rate", learning_rate, step - 1)
+        require("learning_rate", rate, lambda x: x == x, "a number, not NaN, or a schedule")
+        return jnp.clip(1 - jnp.abs(jnp.asarray(rate, jnp.float32)) / 0.08, 0.8, highest)
 
     return decay
 

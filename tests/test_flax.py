@@ -253,9 +253,11 @@ def test_state_shardings_take_the_sharding_for_the_state():
     shardings = adapprox_jax.state_shardings(TX, params, mesh=mesh)
     assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
     on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, PartitionSpec("x")))
-    params = {"kernel": nnx.Param(on_devices, optimizer_sharding=(None, "y"))}
-    shardings = adapprox_jax.state_shardings(TX, params)
-    assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
+    by_rules = {"optimizer_sharding": (None, "out"), "sharding_rules": (("out", "y"),)}
+    for metadata in ({"optimizer_sharding": (None, "y")}, by_rules):
+        params = {"kernel": nnx.Param(on_devices, **metadata)}
+        shardings = adapprox_jax.state_shardings(TX, params)
+        assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
 
 
 RATE = optax.linear_schedule(1e-2, 0.0, 10)

@@ -75,7 +75,9 @@ def named_axes(box: Any) -> tuple[Any, ...]:
         return ()
     metadata = box.get_metadata()
     found = [metadata[entry] for entry in _NNX_AXIS_ENTRIES if metadata.get(entry) is not None]
-    return tuple(getattr(found[0], "spec", found[0])) if found else ()
+    rules = dict(metadata.get("sharding_rules") or ())
+    names = getattr(found[0], "spec", found[0]) if found else ()
+    return tuple(rules.get(name, name) for name in names)
 
 
 def has_axes_for_states(box: Any) -> bool:

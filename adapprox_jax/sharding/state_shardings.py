@@ -161,7 +161,7 @@ def _spec_of(path: Any, param: Any, mesh: Any) -> PartitionSpec:
     spec = PartitionSpec(*named_axes(param)) if is_box(param) else PartitionSpec()
     unknown = [name for name in _names(spec) if name not in mesh.axis_names]
     if unknown:
-        allowed = ", ".join(mesh.axis_names)
+        allowed = ", ".join(mesh.axis_names) + "; give arrays with shardings for names of rules"
         raise ValueError(f"{leaf_name(path)} names the axis {unknown[0]!r}; allowed: {allowed}.")
     return spec
 
