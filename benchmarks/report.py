@@ -105,7 +105,7 @@ CHANGES = {
     ),
 }
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
-WEIGHTS = ("AdamW b2 0.999, clipped", "adapprox_muon 4 bits")
+WEIGHTS = ("AdamW with Nesterov, b2 0.999, clipped", "adapprox_muon 4 bits, b1 by rate")
 # How long the memory is to be, at three lengths of runs.
 MEMORIES = (
     *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
@@ -172,10 +172,10 @@ def blocks() -> dict[str, str]:
         "rates": _rates(defaults, of_defaults),
     }
     kinds = get_args(Weights)[1:]
-    found["weights"] = _against("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
+    found["weights"] = _variants("weights.jsonl", dict.fromkeys(WEIGHTS, kinds), of_defaults)
     old = ("blocks along the last axis",)
     blocks = {"adapprox 4 bits": old, "adapprox_muon 4 bits": old}
-    found["blocks"] = _against("blocks.jsonl", blocks)
+    found["blocks"] = _variants("blocks.jsonl", blocks)
     for name, devices in {"160M": ("h100", "v5e", "cpu"), "8B": ("h100", "v5p")}.items():
         of_devices = {
             device: _read(f"memory/training_{name}_{device}.json")["records"] for device in devices
@@ -281,17 +281,17 @@ def _rates(results: loss_tables.Results, rows: Sequence[dict]) -> str:
     return records.table(titles, cells)
 
 
-def _against(file: str, of_base: dict[str, Sequence[str]]) -> str:
-    """Losses on code, with differences from a contender of the same group, paired by seed."""
-    found = loss_tables.summarize(loss_tables.read(records.RESULTS / "loss" / file))
-    rows = []
-    for base, variants in of_base.items():
-        for name in (base, *(f"{base}, {variant}" for variant in variants)):
-            if ("code", name) in found:
-                one, other = found["code", name], found["code", base]
-                less = "" if name == base else loss_tables.difference(one, other)
-                rows.append([name, f"{one.mean:.4f}", less, str(len(one.losses))])
-    return records.table(["", "loss", "minus the first of its kind", "seeds"], rows)
+def _variants(file: str, kinds: dict[str, Sequence[str]], others: Sequence[dict] = ()) -> str:
+    """A table for each contender of what follows its name, compared with it alone."""
+    found = loss_tables.summarize([*loss_tables.read(PICTURES / file), *others])
+    settings = [setting for setting in TEXTS if any(key[0] == setting for key in found)]
+    tables = [
+        loss_tables.comparison(
+            found, (base, *(f"{base}, {kind}" for kind in of_base)), base, settings, False
+        )
+        for base, of_base in kinds.items()
+    ]
+    return "\n\n".join(tables)
 
 
 def _read(name: str) -> dict:
