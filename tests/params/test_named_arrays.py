@@ -42,8 +42,24 @@ class NamedArray:
         return made
 
 
-LAYERS, MODEL, HIDDEN = Axis("layers", 3), Axis("model", 64), Axis("hidden", 128)
-AXES = {"up": (MODEL, HIDDEN), "down": (LAYERS, HIDDEN, MODEL), "bias": (HIDDEN,)}
+try:
+    import haliax  # `pip install --pre marin-haliax`: its version 1.3 does not fit today's JAX
+except (ImportError, AttributeError):
+    haliax = None
+KINDS = [
+    (Axis, NamedArray),
+    pytest.param(
+        *(getattr(haliax, name, None) for name in ("Axis", "NamedArray")),
+        marks=[pytest.mark.slow, pytest.mark.skipif(haliax is None, reason="no haliax")],
+    ),
+]
+
+
+def axes_of(axis):
+    layers, model, hidden = axis("layers", 3), axis("model", 64), axis("hidden", 128)
+    return {"up": (model, hidden), "down": (layers, hidden, model), "bias": (hidden,)}
+
+
 SETTINGS = {
     "adapprox": lambda: adapprox_jax.adapprox(1e-2),
     "ranks": lambda: adapprox_jax.adapprox(1e-2, initial_rank=1),
@@ -55,18 +71,16 @@ SETTINGS = {
 }
 
 
-def is_named(x):
-    return isinstance(x, NamedArray)
-
-
+@pytest.mark.parametrize(("axis", "named_array"), KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_axes_of_the_state_have_names_and_sizes(name):
-    tx = SETTINGS[name]()
+def test_axes_of_the_state_have_names_and_sizes(name, axis, named_array):
+    is_named = lambda x: isinstance(x, named_array)  # noqa: E731
+    tx, all_axes = SETTINGS[name](), axes_of(axis)
     arrays = {
         leaf: jax.random.normal(jax.random.key(i), [axis.size for axis in axes])
-        for i, (leaf, axes) in enumerate(AXES.items())
+        for i, (leaf, axes) in enumerate(all_axes.items())
     }
-    params = {leaf: NamedArray(array, AXES[leaf]) for leaf, array in arrays.items()}
+    params = {leaf: named_array(array, all_axes[leaf]) for leaf, array in arrays.items()}
     state = jax.jit(tx.init)(params)
     updates, new = jax.jit(tx.update)(params, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
@@ -76,13 +90,15 @@ def test_axes_of_the_state_have_names_and_sizes(name):
         assert x.array.shape == tuple(axis.size for axis in x.axes)
     expected, _ = jax.jit(tx.update)(arrays, tx.init(arrays), arrays)
     for leaf, array in expected.items():
-        assert updates[leaf].axes == AXES[leaf]
+        assert updates[leaf].axes == all_axes[leaf]
         np.testing.assert_array_equal(updates[leaf].array, array)
 
 
-def test_factors_follow_the_axes_that_they_belong_to():
-    params = {"down": NamedArray(jnp.zeros((3, 128, 64)), AXES["down"])}
+@pytest.mark.parametrize(("axis", "named_array"), KINDS)
+def test_factors_follow_the_axes_that_they_belong_to(axis, named_array):
+    layers, hidden, model = axes = axes_of(axis)["down"]
+    params = {"down": named_array(jnp.zeros((3, 128, 64)), axes)}
     state = adapprox_jax.adapprox(1e-2).init(params)[0]
-    assert state.q["down"].axes == (LAYERS, MODEL, Axis("adapprox_2", 8))
-    assert state.u["down"].axes == (LAYERS, HIDDEN, Axis("adapprox_2", 8))
+    assert state.q["down"].axes == (layers, model, axis("adapprox_2", 8))
+    assert state.u["down"].axes == (layers, hidden, axis("adapprox_2", 8))
     assert [rank.shape for rank in state.rank] == [(3,)]
