@@ -60,6 +60,13 @@ def axes_of(axis):
     return {"up": (model, hidden), "down": (layers, hidden, model), "bias": (hidden,)}
 
 
+AXES = axes_of(Axis)
+
+
+def is_named(x, named_array=NamedArray):
+    return isinstance(x, named_array)
+
+
 SETTINGS = {
     "adapprox": lambda: adapprox_jax.adapprox(1e-2),
     "ranks": lambda: adapprox_jax.adapprox(1e-2, initial_rank=1),
@@ -74,7 +81,6 @@ SETTINGS = {
 @pytest.mark.parametrize(("axis", "named_array"), KINDS)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_axes_of_the_state_have_names_and_sizes(name, axis, named_array):
-    is_named = lambda x: isinstance(x, named_array)  # noqa: E731
     tx, all_axes = SETTINGS[name](), axes_of(axis)
     arrays = {
         leaf: jax.random.normal(jax.random.key(i), [axis.size for axis in axes])
@@ -84,7 +90,8 @@ def test_axes_of_the_state_have_names_and_sizes(name, axis, named_array):
     state = jax.jit(tx.init)(params)
     updates, new = jax.jit(tx.update)(params, state, params)
     assert jax.tree.structure(new) == jax.tree.structure(state)
-    named = [x for x in jax.tree.leaves(new, is_leaf=is_named) if is_named(x)]
+    leaves = jax.tree.leaves(new, is_leaf=lambda x: is_named(x, named_array))
+    named = [x for x in leaves if is_named(x, named_array)]
     assert len(named) >= len(params)
     for x in named:
         assert x.array.shape == tuple(axis.size for axis in x.axes)
