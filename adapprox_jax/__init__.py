@@ -8,10 +8,7 @@ from adapprox_jax.optimizers.adapprox_muon import adapprox_muon
 from adapprox_jax.params.head_by_head import head_by_head
 from adapprox_jax.params.hidden_matrices import hidden_matrices, muon_report
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers
-from adapprox_jax.schedules import (
-    increasing_decay,
-    sigmoid_growth,
-)
+from adapprox_jax.schedules import increasing_decay, sigmoid_growth
 from adapprox_jax.settings import MUON_STATIC_ARGS, STATIC_ARGS
 from adapprox_jax.sharding.state_shardings import state_shardings, state_specs
 from adapprox_jax.state.from_adam import from_adam

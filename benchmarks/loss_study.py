@@ -40,8 +40,6 @@ DECAY = 0.1
 _PROSE = pathlib.Path("/usr/share/vim/vim90/doc")  # Debian's vim-runtime
 _LARGER = Config(width=256, heads=8, eval_every=100)
 _SMALL = Config(layers=2, width=64, heads=2, context=64, eval_every=10, eval_batches=8)
-_1600_STEPS: dict[str, Any] = {"steps": 1600, "warmup": 80, "eval_every": 100}
-_6400_STEPS: dict[str, Any] = {"steps": 6400, "warmup": 320, "eval_every": 400}
 SETTINGS = {
     "code": Config(),
     "prose": Config(data=_PROSE),
@@ -49,11 +47,8 @@ SETTINGS = {
     "small, code, no warmup": dataclasses.replace(_SMALL, warmup=0),
     "small, prose": dataclasses.replace(_SMALL, data=_PROSE),
     "small, prose, no warmup": dataclasses.replace(_SMALL, data=_PROSE, warmup=0),
-    "small, code, 1600 steps": dataclasses.replace(_SMALL, **_1600_STEPS),
-    "small, code, 6400 steps": dataclasses.replace(_SMALL, **_6400_STEPS),
-    "small, prose, 1600 steps": dataclasses.replace(_SMALL, data=_PROSE, **_1600_STEPS),
-    "small, prose, 6400 steps": dataclasses.replace(_SMALL, data=_PROSE, **_6400_STEPS),
-    "code, 1600 steps": Config(**_1600_STEPS),
+    "small, code, 1600 steps": dataclasses.replace(_SMALL, steps=1600, warmup=80, eval_every=100),
+    "small, code, 6400 steps": dataclasses.replace(_SMALL, steps=6400, warmup=320, eval_every=400),
     "larger": _LARGER,
     "longer": dataclasses.replace(_LARGER, steps=4000, warmup=200, eval_every=400),
 }
@@ -203,12 +198,7 @@ CONTENDERS |= {
     f"adapprox_muon{bits}, b1 by rate": Contender(
         _decayed(adapprox_jax.adapprox_muon, mu_dtype=mu_dtype), 1.7e-2
     )
-    for bits, mu_dtype in {
-        "": None,
-        " 8 bits": "int8",
-        " 5 bits": "int5",
-        " 4 bits": "int4",
-    }.items()
+    for bits, mu_dtype in (("", None), (" 4 bits", "int4"))
 }
 
 

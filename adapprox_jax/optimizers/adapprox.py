@@ -10,10 +10,7 @@ from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
-from adapprox_jax.settings import (
-    Hyperparameters,
-    Settings,
-)
+from adapprox_jax.settings import Hyperparameters, Settings
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero
 from adapprox_jax.transforms.scale_by_adapprox import scale_with

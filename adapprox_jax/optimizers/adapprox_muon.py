@@ -13,10 +13,7 @@ from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
 from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth, momentum_by_rate
-from adapprox_jax.settings import (
-    Hyperparameters,
-    Settings,
-)
+from adapprox_jax.settings import Hyperparameters, Settings
 from adapprox_jax.step.approximation import Approximate
 from adapprox_jax.transforms.guided_ema import average_unless_zero, code_bits
 from adapprox_jax.transforms.matrix_rms import scale_to_matrix_rms
