@@ -64,13 +64,8 @@ def quantize(
     axis = block_axis(array.shape)
     wide = array.astype(jnp.float32)
     largest = _largest_in_blocks(wide, axis)
-    scales = jnp.where(jnp.isinf(largest), jnp.inf, jnp.minimum(largest, LARGEST_BFLOAT16))
-    if noise is None:
-        scales = scales.astype(_SCALE_DTYPE)
-    else:  # up: a number beyond its scale would be cut off
-        ones = jnp.full(scales.shape, 0xFFFF, jnp.uint16)
-        scales = jnp.where(jnp.isinf(scales), jnp.inf, round_stochastically(scales, ones))
-        scales = scales.astype(_SCALE_DTYPE)
+    up = jnp.full(largest.shape, 0xFFFF, jnp.uint16)  # a number beyond its scale would be cut off
+    scales = round_stochastically(largest, up)
     codes = _codes(wide, noise, _of_each(scales, axis, array.shape[axis]), bits)
     if bits == 5:
         codes = _with_signs_apart(codes, axis)
@@ -107,12 +102,12 @@ def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -
     largest = 2 ** (bits - 1) - 1
     exact = 3 * largest * unit / (2 + jnp.abs(unit))
     if noise is None:
-        codes = jnp.round(exact)
-        codes = jnp.clip(codes, -largest, largest)  # a scale may have been rounded down
-    else:
-        below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
-        low, high = _units(below, largest), _units(below + 1, largest)
-        codes = jnp.where(noise < (unit - low) / (high - low), below + 1, below)
+        return jnp.round(exact).astype(jnp.int32)
+    below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
+    # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)), f(c) = 2 c / (3 l - |c|).
+    here, above = 3 * largest - jnp.abs(below), 3 * largest - jnp.abs(below + 1)
+    goes_up = noise * (6 * largest) < (unit * here - 2 * below) * above
+    codes = below + goes_up
     return codes.astype(jnp.int32)
 
 

@@ -28,10 +28,9 @@ def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:
     single = array.astype(jnp.float32)
     words = jax.lax.bitcast_convert_type(single, jnp.uint32) + bits.astype(jnp.uint32)
     # The upper half of a float32 is the bfloat16 below it in magnitude.
-    rounded = jax.lax.bitcast_convert_type((words >> 16).astype(jnp.uint16), jnp.bfloat16)
-    largest = jnp.asarray(LARGEST_BFLOAT16, jnp.bfloat16)
-    rounded = jnp.clip(rounded, -largest, largest)
-    return jnp.where(jnp.isfinite(single), rounded, single.astype(jnp.bfloat16))
+    below = jax.lax.bitcast_convert_type(words & jnp.uint32(0xFFFF0000), jnp.float32)
+    finite = jnp.clip(below, -LARGEST_BFLOAT16, LARGEST_BFLOAT16)
+    return jnp.where(jnp.isfinite(single), finite, single).astype(jnp.bfloat16)
 
 
 def rounded(

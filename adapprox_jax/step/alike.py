@@ -52,13 +52,14 @@ def each_alike(function: Callable[..., Any], trees: Sequence[Any]) -> list[Any]:
         if not platform.leaf_after_leaf:
             return list(map(function, trees))
         groups = alike(trees, [()] * len(trees))
+        places = places_within(groups, trees)
         results: dict[int, Any] = {}
         for group in groups:
             if len(group) == 1:
                 results[group[0]] = function(trees[group[0]])
             else:
                 done = jax.vmap(function)(stacked([trees[i] for i in group]))
-                results.update(zip(group, unstacked(done, len(group)), strict=True))
+                results.update(zip(group, unstacked(done, places[: len(group)]), strict=True))
         return [results[i] for i in range(len(trees))]
 
     if not (trees and jax.sharding.get_abstract_mesh().empty):
@@ -72,23 +73,29 @@ def stacked(trees: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
 
 
-def unstacked(tree: Any, count: int) -> list[Any]:
-    """What is at the first places of the first axis of all arrays."""
-    places = _numbers_up_to(count, jax.tree.leaves(tree)[0])
-    return [
-        jax.tree.map(lambda x, p=place: jax.lax.dynamic_index_in_dim(x, p, keepdims=False), tree)
-        for place in places
-    ]
+def places_within(groups: Sequence[Sequence[int]], trees: Sequence[Any]) -> list[jax.Array]:
+    """0, 1, 2, ... for the members of any group, as int32 scalars that the compiler does not know.
 
-
-def _numbers_up_to(count: int, array: jax.Array) -> list[jax.Array]:
-    """0, 1, 2, ... as int32 scalars that the compiler does not know, made of any array."""
+    They are made of any array, and the same for all groups: each of them costs a kernel.
+    """
+    largest = max(groups, key=len, default=())
+    if len(largest) < MANY:
+        return []
+    array = jax.tree.leaves(trees[largest[0]])[0]
     first = array[(0,) * array.ndim].astype(jnp.float32)
     one = jnp.clip(jax.lax.bitcast_convert_type(first, jnp.int32), 1, 1).astype(jnp.float32)
     number = jnp.stack([one - 1, one])[None]
     add_one = np.array([[1, 0], [1, 1]], np.float32)
-    numbers = []
-    for _ in range(count):
-        numbers.append(number[0, 0].astype(jnp.int32))
+    places = []
+    for _ in largest:
+        places.append(number[0, 0].astype(jnp.int32))
         number = number @ add_one  # a sum would be worked out anew in each kernel that reads it
-    return numbers
+    return places
+
+
+def unstacked(tree: Any, places: Sequence[jax.Array]) -> list[Any]:
+    """What is at some places of the first axis of all arrays."""
+    return [
+        jax.tree.map(lambda x, p=place: jax.lax.dynamic_index_in_dim(x, p, keepdims=False), tree)
+        for place in places
+    ]

@@ -23,7 +23,7 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.alike import alike, stacked, unstacked
+from adapprox_jax.step.alike import alike, places_within, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
 from adapprox_jax.step.platform import GPU, Platform, on_platform
@@ -82,6 +82,7 @@ def _leaf_after_leaf(
     leaves = list(zip(grads, states, strict=True))
     kinds = [v if state.is_factored else None for v, state in zip(views, states, strict=True)]
     groups = alike(leaves, kinds)
+    places = places_within(groups, grads)
     for group in groups:
         (grad, state), view = leaves[group[0]], views[group[0]]
         if len(group) > 1:
@@ -91,7 +92,7 @@ def _leaf_after_leaf(
         stepped = _together(scalars, [grad], [state], views=(view,), **static)
         [(scaled, new, squares)] = stepped
         if len(group) > 1:
-            results.update(zip(group, unstacked((scaled, new), len(group)), strict=True))
+            results.update(zip(group, unstacked((scaled, new), places[: len(group)]), strict=True))
         else:
             results[group[0]] = scaled, new
         if squares is not None:

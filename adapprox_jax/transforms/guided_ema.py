@@ -246,13 +246,12 @@ class _Rule:
         b1: Any = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
         return jnp.asarray(b1 * last.astype(dtype) + (1 - b1) * update.astype(dtype))
 
-    def emitted(self, average: jax.Array, update: jax.Array, step: Any, left: Any) -> jax.Array:
+    def emitted(self, average: jax.Array, new: jax.Array, step: Any, left: Any) -> jax.Array:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
         if not self.nesterov:
             return average
         left = power(self.b1, step) if isinstance(left, tuple) else left
-        older, newer = self.b1 / (1 - self.b1 * left), (1 - self.b1) / (1 - left)
-        return jnp.asarray(older * average + newer * update)
+        return jnp.asarray(self.b1 / (1 - self.b1 * left) * average + 1 / (1 - left) * new)
 
 
 def _scale_of_each(scales: Leaves, leaves: Leaves) -> list[Any]:
@@ -322,7 +321,7 @@ def _average_leaves(
         last = dequantize(codes, scales, update.shape)
         # In memory, so that updates are made once: what is emitted is made from both averages.
         average = jax.lax.optimization_barrier(local.averaged(update, last))
-        emitted = local.emitted(average, (average - local.b1 * last) / (1 - local.b1), step, left)
+        emitted = local.emitted(average, average - local.b1 * last, step, left)
         noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
         return emitted, *quantize(average, local.bits or 0, noise)
 
@@ -341,7 +340,7 @@ def _average_leaves(
             )
         else:
             average = rule.averaged(update, mu)
-            emitted = rule.emitted(average, update.astype(average.dtype), step, left)
+            emitted = rule.emitted(average, (1 - rule.b1) * update.astype(average.dtype), step, left)
             results[i] = emitted, average.astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]

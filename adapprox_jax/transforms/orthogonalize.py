@@ -16,7 +16,7 @@ from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matric
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
 from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
-from adapprox_jax.step.alike import MANY, unstacked
+from adapprox_jax.step.alike import MANY, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_behind
@@ -107,6 +107,7 @@ def _of_stacks(
     results = list(stacks)
     last: jax.Array | None = None
     alike = [group for kind in grouping_of(stacks).kinds for group in kind]
+    places = places_within(alike, stacks) if platform.leaf_after_leaf else []
     cuts = [(group, cut) for group in alike for cut in dict.fromkeys(parts[i] for i in group)]
     for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
         work = partial(_each_part, partial(_in_turn, steps, platform), cut)
@@ -117,10 +118,9 @@ def _of_stacks(
                 members[0] = begin_behind(platform, last, members[0])
             if is_compilers_mesh():
                 done = each_on_one_device(work, members)
-            elif (
-                platform.leaf_after_leaf and len(members) >= MANY and set(map(len, members)) == {1}
-            ):
-                done = [x[None] for x in unstacked(work(jnp.concatenate(members)), len(members))]
+            elif places and len(members) >= MANY and set(map(len, members)) == {1}:
+                of_members = unstacked(work(jnp.concatenate(members)), places[: len(members)])
+                done = [x[None] for x in of_members]
             else:
                 done = concatenated(work, members)
             last = done[0]

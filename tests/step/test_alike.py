@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
-from adapprox_jax.step.alike import MANY, unstacked
+from adapprox_jax.step.alike import MANY, places_within, unstacked
 
 TRANSFORMATIONS = {
     "adapprox": lambda: adapprox_jax.adapprox(0.1, max_rank=4),
@@ -77,8 +77,11 @@ def test_many_leaves_on_a_mesh_with_explicit_axes(name, devices):
 
 
 def test_unstacked():
-    array = jnp.arange(24.0).reshape(6, 2, 2).at[0, 0, 0].set(jnp.nan)
-    parts = unstacked({"a": array, "b": array[:, 0, 1]}, 6)
+    array = jnp.arange(36.0).reshape(9, 2, 2).at[0, 0, 0].set(jnp.nan)
+    assert places_within([[0]], [array]) == []  # nothing is taken apart
+    places = places_within([[0], range(9)], [array])
+    parts = unstacked({"a": array, "b": array[:, 0, 1]}, places)
+    assert len(parts) == 9
     for place, part in enumerate(parts):
         np.testing.assert_array_equal(part["a"], array[place])
         np.testing.assert_array_equal(part["b"], array[place, 0, 1])
