@@ -21,9 +21,7 @@ def orthonormalize_qr(
 ) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices (batch, m, width) by Householder QR.
 
-    Columns are divided by their norms and get a trace of noise. Without it a basis that starts from
-    the last one never leaves a subspace that the matrix maps to itself. `rounds` and `unroll` are
-    not used.
+    Columns begin as in `orthonormalize_cholesky`. `rounds` and `unroll` are not used.
     """
     del rounds, unroll
     return [jnp.linalg.qr(unit_columns(x) + _trace_of_noise(x))[0] for x in matrices]
@@ -34,13 +32,14 @@ def orthonormalize_cholesky(
 ) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices by shifted Cholesky QR.
 
-    Columns are scaled to norm 1. Then Y <- Y L^-T with L L^T = Y^T Y + shift, a fixed number of
-    times. A shifted round stretches what is independent of the columns before by up to 1 /
-    sqrt(shift). A trace of fixed noise stands in for what is not. So dependent and zero columns,
-    too, become unit vectors, and there is no breakdown to fall back from. With fewer rounds than
-    that takes, such columns come out shorter, never longer, and perhaps not
-    orthogonal: those are zero. (Fukaya et al., 2020, "Shifted Cholesky QR for computing the QR
-    factorization of ill-conditioned matrices".)
+    Columns are scaled to norm 1 and get a trace of noise. Without it a basis that starts from the
+    last one never leaves a subspace that the matrix maps to itself. Then Y <- Y L^-T with L L^T =
+    Y^T Y + shift, a fixed number of times. A shifted round stretches what is independent of the
+    columns before by up to 1 / sqrt(shift). The noise, added again, stands in for what is not. So
+    dependent and zero columns, too, become unit vectors, and there is no breakdown to fall back
+    from. With fewer rounds than that takes, such columns come out shorter, never longer, and
+    perhaps not orthogonal: those are zero. (Fukaya et al., 2020, "Shifted Cholesky QR for computing
+    the QR factorization of ill-conditioned matrices".)
 
     All widths take part in one Cholesky factorization and one triangular solve a round: on
     accelerators each costs the same for one matrix as for a hundred.
@@ -79,7 +78,7 @@ def orthonormalize_cholesky(
         ]
         return new, energies
 
-    bases = [unit_columns(x) for x in matrices]
+    bases = [unit_columns(x) + noise for x, noise in zip(matrices, noises, strict=True)]
     start = bases, [jnp.zeros_like(basis[:, :1]) for basis in bases]
     bases, energies = jax.lax.fori_loop(0, rounds, one_round, start, unroll=unroll)
     return [jnp.where(e > _SHORT, basis, 0) for basis, e in zip(bases, energies, strict=True)]

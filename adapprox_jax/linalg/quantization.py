@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.argument_checks import require, require_choice
-from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
+from adapprox_jax.linalg.rounding import round_stochastically
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
@@ -64,8 +64,9 @@ def quantize(
     axis = block_axis(array.shape)
     wide = array.astype(jnp.float32)
     largest = _largest_in_blocks(wide, axis)
-    up = jnp.full(largest.shape, 0xFFFF, jnp.uint16)  # a number beyond its scale would be cut off
-    scales = round_stochastically(largest, up)
+    # To the nearest, or up where there is noise: numbers beyond their scale would be cut off.
+    added = 0x7FFF if noise is None else 0xFFFF
+    scales = round_stochastically(largest, jnp.full(largest.shape, added, jnp.uint16))
     codes = _codes(wide, noise, _of_each(scales, axis, array.shape[axis]), bits)
     if bits == 5:
         codes = _with_signs_apart(codes, axis)
@@ -102,7 +103,7 @@ def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -
     largest = 2 ** (bits - 1) - 1
     exact = 3 * largest * unit / (2 + jnp.abs(unit))
     if noise is None:
-        return jnp.round(exact).astype(jnp.int32)
+        return jnp.clip(jnp.round(exact), -largest, largest).astype(jnp.int32)
     below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
     # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)), f(c) = 2 c / (3 l - |c|).
     here, above = 3 * largest - jnp.abs(below), 3 * largest - jnp.abs(below + 1)

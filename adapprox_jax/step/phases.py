@@ -138,7 +138,7 @@ def step_stacks(
     else:
         residuals = _compared(residuals_of, found, kept)
     norms = _norms(kept, units)
-    terms = each(error_terms, plans, lasts, scales, sums_of(residuals), norms, units)
+    terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), norms, units)
     errors = together(_errors, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     quotients = quotients or sweep(partial(quotient_of, read_once=True), plans, stacks)
@@ -186,7 +186,13 @@ def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Choice]:
 
 
 def _residuals(found: Found, factors: Sequence[Factors]) -> list[jax.Array]:
-    return sums_of(_compared(residuals_of, found, factors))
+    return _finite_sums(_compared(residuals_of, found, factors))
+
+
+def _finite_sums(residuals: Sequence[jax.Array]) -> list[jax.Array]:
+    """Sums of squares, none infinite: then factors miss what is far larger than all they see."""
+    sums = sums_of(residuals)
+    return [jnp.minimum(x, float(jnp.finfo(x.dtype).max) / 4) for x in sums]
 
 
 def _compared(function: Callable[..., Any], found: Found, factors: Sequence[Factors]) -> list[Any]:

@@ -240,18 +240,20 @@ class _Rule:
         require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1) at every step")
         return dataclasses.replace(self, b1=jnp.asarray(b1, jnp.float32))
 
-    def averaged(self, update: jax.Array, last: jax.Array) -> jax.Array:
-        """The new average, in float32 or wider."""
+    def terms(self, update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is left of the last average and what is new, in float32 or wider."""
         dtype = wide_dtype(update.dtype)
         b1: Any = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
-        return jnp.asarray(b1 * last.astype(dtype) + (1 - b1) * update.astype(dtype))
+        return b1 * last.astype(dtype), (1 - b1) * update.astype(dtype)
 
     def emitted(self, average: jax.Array, new: jax.Array, step: Any, left: Any) -> jax.Array:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
         if not self.nesterov:
             return average
         left = power(self.b1, step) if isinstance(left, tuple) else left
-        return jnp.asarray(self.b1 / (1 - self.b1 * left) * average + 1 / (1 - left) * new)
+        factors = self.b1 / (1 - self.b1 * left), 1 / (1 - left)
+        older, newer = (jnp.asarray(x, average.dtype) for x in factors)
+        return older * average + newer * new
 
 
 def _scale_of_each(scales: Leaves, leaves: Leaves) -> list[Any]:
@@ -320,8 +322,9 @@ def _average_leaves(
         codes = begin_late_on_cpu(update, codes)
         last = dequantize(codes, scales, update.shape)
         # In memory, so that updates are made once: what is emitted is made from both averages.
-        average = jax.lax.optimization_barrier(local.averaged(update, last))
-        emitted = local.emitted(average, average - local.b1 * last, step, left)
+        older, new = local.terms(update, last)
+        average = jax.lax.optimization_barrier(older + new)
+        emitted = local.emitted(average, average - older, step, left)
         noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
         return emitted, *quantize(average, local.bits or 0, noise)
 
@@ -339,9 +342,9 @@ def _average_leaves(
                 " Was the state made for other parameters?"
             )
         else:
-            average = rule.averaged(update, mu)
-            emitted = rule.emitted(average, (1 - rule.b1) * update.astype(average.dtype), step, left)
-            results[i] = emitted, average.astype(mu.dtype), scale
+            older, new = rule.terms(update, mu)
+            emitted = rule.emitted(older + new, new, step, left)
+            results[i] = emitted, (older + new).astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]
 

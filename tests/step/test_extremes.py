@@ -189,3 +189,30 @@ def test_a_step_out_of_range_leaves_large_factors_as_they_were(shape, way, reque
         updates, state = update(grads * np.float32(size), state)
         assert np.isnan(size) or np.all(np.isfinite(updates))
         assert all(np.all(np.isfinite(x)) for x in (state.q, state.u, *state.error, *state.drift))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "tpu"])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(approximate="moment"), dict(orthogonalization="qr"), dict(initial_rank=1)],
+    ids=["default", "moment", "qr", "adaptive"],
+)
+def test_entries_that_the_last_factors_miss_are_followed(settings, kind, in_phases):
+    """Even where rows and columns of the new entry were zero before, and the buffers are full."""
+    if kind != "cpu":
+        in_phases(kind)
+    tx = adapprox_jax.scale_by_adapprox(0.9, min_dim_size_to_factor=1, max_rank=2, **settings)
+    before, after = np.zeros((2, 5, 9), np.float32)
+    before[1, 2] = before[2, 3] = 1e-6
+    after[3, 4] = 1e-6
+    first, update = tx.init(before), jax.jit(tx.update)
+    _, first = update(before, first)
+    # With 1e16 squares of what is missed are infinite, in units of what the factors hold.
+    for growth in (2, 1e4, 1e16):
+        state = first
+        for _ in range(25):
+            updates, state = update(np.float32(growth) * after, state)
+        # V is 1 - b2^25 of what it would be, had the entry always been so large; seen 12 steps
+        # late 1 - b2^13.
+        assert updates[3, 4] <= (1 - 0.9**13) ** -0.5
+        assert state.error[0] <= 0.01
