@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS, column_sizes
 from adapprox_jax.linalg.rounding import wide_dtype
@@ -192,7 +193,7 @@ def _residuals(found: Found, factors: Sequence[Factors]) -> list[jax.Array]:
 def _finite_sums(residuals: Sequence[jax.Array]) -> list[jax.Array]:
     """Sums of squares, none infinite: then factors miss what is far larger than all they see."""
     sums = sums_of(residuals)
-    return [jnp.minimum(x, float(jnp.finfo(x.dtype).max) / 4) for x in sums]
+    return [jnp.minimum(x, float(np.finfo(x.dtype).max) / 4) for x in sums]
 
 
 def _compared(function: Callable[..., Any], found: Found, factors: Sequence[Factors]) -> list[Any]:
