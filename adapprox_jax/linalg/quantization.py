@@ -108,7 +108,7 @@ def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -
     # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)), f(c) = 2 c / (3 l - |c|).
     here, above = 3 * largest - jnp.abs(below), 3 * largest - jnp.abs(below + 1)
     goes_up = noise * (6 * largest) < (unit * here - 2 * below) * above
-    codes = below + goes_up
+    codes = jnp.where(goes_up, below + 1, below)
     return codes.astype(jnp.int32)
 
 
