@@ -21,7 +21,7 @@ def orthonormalize_qr(
 ) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices (batch, m, width) by Householder QR.
 
-    Columns begin as in `orthonormalize_cholesky`. `rounds` and `unroll` are not used.
+    Columns get noise as in `orthonormalize_cholesky`, once. `rounds` and `unroll` are not used.
     """
     del rounds, unroll
     return [jnp.linalg.qr(unit_columns(x) + _trace_of_noise(x))[0] for x in matrices]
@@ -32,10 +32,10 @@ def orthonormalize_cholesky(
 ) -> list[jax.Array]:
     """Orthonormal bases of the columns of matrices by shifted Cholesky QR.
 
-    Columns are scaled to norm 1 and get a trace of noise. Without it a basis that starts from the
-    last one never leaves a subspace that the matrix maps to itself. Then Y <- Y L^-T with L L^T =
-    Y^T Y + shift, a fixed number of times. A shifted round stretches what is independent of the
-    columns before by up to 1 / sqrt(shift). The noise, added again, stands in for what is not. So
+    Columns are scaled to norm 1. A fixed number of times they get a trace of noise, and then
+    Y <- Y L^-T with L L^T = Y^T Y + shift. Without the noise a basis that starts from the last one
+    never leaves a subspace that the matrix maps to itself. A shifted round stretches what is
+    independent of the columns before by up to 1 / sqrt(shift), and noise where nothing is. So
     dependent and zero columns, too, become unit vectors, and there is no breakdown to fall back
     from. With fewer rounds than that takes, such columns come out shorter, never longer, and
     perhaps not orthogonal: those are zero. (Fukaya et al., 2020, "Shifted Cholesky QR for computing
@@ -56,20 +56,12 @@ def orthonormalize_cholesky(
     noises = [_trace_of_noise(x) for x in matrices]
 
     def one_round(_: Any, carry: _Round) -> _Round:
-        bases, _ = carry
+        bases = [basis + noise for basis, noise in zip(carry[0], noises, strict=True)]
         grams = [_gram(basis) for basis in bases]
-        near = [_is_near_identity(gram) for gram in grams]
-        inverses = _inverse_factors(
-            # A gram matrix near the identity has no eigenvalue near zero, and a round without a
-            # shift then leaves nothing but rounding.
-            [
-                gram + jnp.where(is_near, 0, _shift(gram))
-                for gram, is_near in zip(grams, near, strict=True)
-            ]
-        )
+        inverses = _inverse_factors([_shifted(gram) for gram in grams])
         new = [
-            _product(basis, jnp.swapaxes(inverse, -2, -1)) + jnp.where(is_near, 0, noise)
-            for basis, inverse, is_near, noise in zip(bases, inverses, near, noises, strict=True)
+            _product(basis, jnp.swapaxes(inverse, -2, -1))
+            for basis, inverse in zip(bases, inverses, strict=True)
         ]
         # The squared norms of the new columns, without another sum over rows.
         energies = [
@@ -78,7 +70,7 @@ def orthonormalize_cholesky(
         ]
         return new, energies
 
-    bases = [unit_columns(x) + noise for x, noise in zip(matrices, noises, strict=True)]
+    bases = [unit_columns(x) for x in matrices]
     start = bases, [jnp.zeros_like(basis[:, :1]) for basis in bases]
     bases, energies = jax.lax.fori_loop(0, rounds, one_round, start, unroll=unroll)
     return [jnp.where(e > _SHORT, basis, 0) for basis, e in zip(bases, energies, strict=True)]
@@ -126,15 +118,15 @@ def _padded(gram: jax.Array, width: int) -> jax.Array:
     return wide + np.diag(np.arange(width) >= gram.shape[-1]).astype(gram.dtype)[None]
 
 
-def _is_near_identity(gram: jax.Array) -> jax.Array:
+def _shifted(gram: jax.Array) -> jax.Array:
+    """The Gram matrix and a shift, unless it is near the identity.
+
+    Then no eigenvalue is near zero, and a round without a shift leaves nothing but rounding.
+    """
     width = gram.shape[-1]
-    difference = jnp.abs(gram - np.eye(width, dtype=gram.dtype)[None])
-    return jnp.all(difference < 0.5 / width, axis=(-2, -1), keepdims=True)
-
-
-def _shift(gram: jax.Array) -> np.ndarray:
-    epsilon = float(np.finfo(gram.dtype).eps)
-    return 4 * gram.shape[-1] * epsilon * np.eye(gram.shape[-1], dtype=gram.dtype)[None]
+    eye = np.eye(width, dtype=gram.dtype)[None]
+    is_near = jnp.all(jnp.abs(gram - eye) < 0.5 / width, axis=(-2, -1), keepdims=True)
+    return gram + jnp.where(is_near, 0, 4 * width * float(np.finfo(gram.dtype).eps) * eye)
 
 
 def _gram(basis: jax.Array) -> jax.Array:
