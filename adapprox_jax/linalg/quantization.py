@@ -105,7 +105,8 @@ def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -
     if noise is None:
         return jnp.clip(jnp.round(exact), -largest, largest).astype(jnp.int32)
     below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
-    # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)), f(c) = 2 c / (3 l - |c|).
+    # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)) with f(c) = 2 c / (3 l - |c|),
+    # whose difference is 6 l / (here above).
     here, above = 3 * largest - jnp.abs(below), 3 * largest - jnp.abs(below + 1)
     goes_up = noise * (6 * largest) < (unit * here - 2 * below) * above
     codes = jnp.where(goes_up, below + 1, below)
