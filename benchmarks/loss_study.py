@@ -198,7 +198,7 @@ CONTENDERS |= {
     f"adapprox_muon{bits}, b1 by rate": Contender(
         _decayed(adapprox_jax.adapprox_muon, mu_dtype=mu_dtype), 1.7e-2
     )
-    for bits, mu_dtype in (("", None), (" 4 bits", "int4"))
+    for bits, mu_dtype in (("", None), (" 8 bits", "int8"), (" 4 bits", "int4"))
 }
 
 
