@@ -2,12 +2,14 @@
 
 Compiles update and `apply_updates` for abstract parameters of a Llama-shaped model in bfloat16,
 with stacked layers divided over a mesh. Counts what each device would hold and move, and how long
-compilation takes. `--platform h100` works where `make device-program` set up its compiler. Results
-go to `results/scale/<model>_<platform>.json`.
+compilation takes. H100s and TPUs need the compilers that `make device-program` sets up. Results go
+to `results/scale/<model>_<platform>.json`.
 """
 
 import collections
+import math
 import pathlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -25,12 +27,12 @@ from adapprox_jax.state.report import shaped_nbytes, tree_nbytes
 from benchmarks import records
 from benchmarks.collectives import collectives_of
 from benchmarks.contenders import CONTENDERS, DECAY, RATE
-from benchmarks.h100 import is_available, mesh_of_h100s
+from benchmarks.device_program import DEVICES
 from benchmarks.program_counts import count
 from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "scale"
-TENSOR = 8  # devices along the axis that divides within a layer
+AXES = ("fsdp", "tensor")
 
 
 class Llama(NamedTuple):
@@ -57,9 +59,8 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     ),
     **{
         name: CONTENDERS[name]
-        for name in ("adapprox", "adapprox rank 16", "adapprox rank 16 8 bits", "adapprox_muon")
+        for name in ("adapprox", "adapprox 4 bits", "adapprox_muon", "adapprox_muon 4 bits")
     },
-    "adapprox_muon, 4 bits": CONTENDERS["adapprox_muon 4 bits"],
 }
 
 
@@ -99,17 +100,21 @@ def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct
     }
 
 
-def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -> dict[str, Any]:
+def record_of(
+    tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any, platform: str
+) -> dict[str, Any]:
     """Memory, work and communication of a step, on each device of a mesh.
 
     Args:
       tx: The optimizer.
       params: Abstract parameters with shardings.
       mesh: The mesh of these shardings.
+      platform: The devices.
 
     Returns:
       Sizes in MiB, numbers of kernels and collectives, and MiB that are moved: by kind, and in
-      percent of a reduction of the gradients that a device works out.
+      percent of a reduction of the gradients that a device works out. For accelerators also
+      milliseconds, without those of what is moved.
     """
     shardings = adapprox_jax.state_shardings(tx, params)
     state = jax.tree.map(
@@ -119,21 +124,21 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
     )
 
     placed = jax.tree.map(lambda x: x.sharding, params)
-    start = time.perf_counter()
+    start = time.process_time()
     with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
         compiled = (
             jax.jit(update_step(tx), donate_argnums=(1, 2), out_shardings=(placed, shardings))
             .lower(params, params, state)
             .compile()
         )
-    seconds = time.perf_counter() - start
+    seconds = time.process_time() - start
     text, memory = compiled.as_text(), compiled.memory_analysis()
     moved: dict[str, int] = collections.Counter()
     number = 0
     for one in collectives_of(text):
         moved[one.kind] += one.nbytes
         number += one.times
-    gradients = tree_nbytes(params) / TENSOR
+    gradients = tree_nbytes(params) / mesh.shape["tensor"]
     of_state = zip(jax.tree.leaves(state), jax.tree.leaves(shardings), strict=True)
     return {
         "state_mib": sum(shaped_nbytes(s.shard_shape(x.shape), x.dtype) for x, s in of_state)
@@ -143,22 +148,23 @@ def record_of(tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any) -
         "collectives": number,
         "mib_moved": {kind: nbytes / records.MIB for kind, nbytes in moved.items()},
         "percent_of_gradients": 100 * sum(moved.values()) / gradients,
-        "compile_seconds": seconds,
+        "compile_processor_seconds": seconds,
+        **({"ms": DEVICES[platform].figures(compiled)["ms"]} if platform in DEVICES else {}),
     }
 
 
 def main(
     model: Literal["tiny", "8B", "70B"] = "8B",
-    devices: tuple[int, ...] = (8, 64, 256),
+    meshes: tuple[str, ...] = ("4x4", "16x16"),
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS),
-    platform: Literal["cpu", "h100"] = "cpu",
+    platform: Literal["cpu", "h100", "v5e", "v6e"] = "cpu",
     output: pathlib.Path | None = None,
 ) -> dict[str, Any]:
     """Compiles the steps, prints a table and writes JSON.
 
     Args:
       model: The model with the parameters.
-      devices: How many, multiples of 8: eight along the axis "tensor", the others along "fsdp".
+      meshes: Devices along the axes "fsdp" and "tensor", such as 8x4.
       optimizers: Names of `OPTIMIZERS`.
       platform: The devices that they are compiled for.
       output: File for the JSON.
@@ -166,41 +172,45 @@ def main(
     unknown = [name for name in optimizers if name not in OPTIMIZERS]
     if unknown:
         raise SystemExit(f"optimizers has {unknown}; allowed: {', '.join(OPTIMIZERS)}.")
-    if not devices or any(n < TENSOR or n % TENSOR for n in devices):
-        raise SystemExit(f"{devices=}; allowed: multiples of {TENSOR}.")
-    if platform == "h100" and not is_available():
-        raise SystemExit("jax-cuda12-plugin is not installed here; `make device-program` does it.")
-    if platform == "cpu" and jax.config.jax_num_cpu_devices < max(devices):
-        jax.config.update("jax_num_cpu_devices", max(devices))
+    if not meshes or not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", mesh) for mesh in meshes):
+        raise SystemExit(f"{meshes=}; allowed: pairs of numbers such as 8x4.")
+    if platform in DEVICES and not DEVICES[platform].is_available():
+        raise SystemExit(f"{platform}: no compiler is installed here; `make device-program` does.")
+    shapes = {mesh: tuple(map(int, mesh.split("x"))) for mesh in meshes}
+    most = max(map(math.prod, shapes.values()))
+    if platform == "cpu" and jax.config.jax_num_cpu_devices < most:
+        jax.config.update("jax_num_cpu_devices", most)
     result: dict[str, Any] = {**records.header(), "device": platform, "records": {}}
     path = output or RESULTS / f"{model}_{platform}.json"
-    wanted = [(name, number) for name in optimizers for number in devices]
-    for name, number in tqdm(wanted, unit="program"):
-        shape, names = (number // TENSOR, TENSOR), ("fsdp", "tensor")
+    wanted = [(name, mesh) for mesh in meshes for name in optimizers]
+    for name, words in tqdm(wanted, unit="program"):
         if platform == "cpu":
+            devices = jax.devices()[: math.prod(shapes[words])]
             kinds = (jax.sharding.AxisType.Auto,) * 2
-            mesh = jax.make_mesh(shape, names, kinds, devices=jax.devices()[:number])
+            mesh = jax.make_mesh(shapes[words], AXES, kinds, devices=devices)
         else:
-            mesh = mesh_of_h100s(shape, names)
-        record = record_of(OPTIMIZERS[name](), parameters(LLAMAS[model], mesh), mesh)
-        result["records"].setdefault(name, {})[str(number)] = record
+            mesh = DEVICES[platform].mesh(shapes[words], AXES)
+        params = parameters(LLAMAS[model], mesh)
+        record = record_of(OPTIMIZERS[name](), params, mesh, platform)
+        result["records"].setdefault(words, {})[name] = record
         records.write(path, result)
     print(table(result["records"]))
     print(f"written: {path}")
     return result
 
 
-def table(of_optimizers: dict[str, dict[str, dict[str, Any]]]) -> str:
-    """A row for each optimizer and number of devices. All figures are of one device."""
-    titles = ["", "devices", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
-    titles += ["collectives", "kernels", "compile s"]
+def table(of_meshes: dict[str, dict[str, dict[str, Any]]]) -> str:
+    """A row for each mesh and optimizer. All figures are of one device."""
+    titles = ["mesh", "", "state MiB", "temporaries MiB", "MiB moved", "% of gradients"]
+    titles += ["collectives", "kernels", "ms", "compile, processor s"]
     rows = []
-    for name, by_devices in of_optimizers.items():
-        for number, r in by_devices.items():
-            cells = [name, number, f"{r['state_mib']:.0f}", f"{r['temporaries_mib']:.0f}"]
+    for mesh, of_optimizers in of_meshes.items():
+        for name, r in of_optimizers.items():
+            cells = [mesh, name, f"{r['state_mib']:.0f}", f"{r['temporaries_mib']:.0f}"]
             cells += [f"{sum(r['mib_moved'].values()):.1f}", f"{r['percent_of_gradients']:.2f}"]
-            cells += [str(r["collectives"]), str(r["kernels"]), f"{r['compile_seconds']:.0f}"]
-            rows.append(cells)
+            cells += [str(r["collectives"]), str(r["kernels"])]
+            cells += [f"{r['ms']:.1f}" if "ms" in r else ""]
+            rows.append([*cells, f"{r['compile_processor_seconds']:.0f}"])
     return records.table(titles, rows)
 
 

@@ -55,16 +55,16 @@ NAMED = {
         "each(rank_of, found.plans, found.factors,",
         "tests/step",
     ),
-    "offset of a share of matrices": Mutant(
+    "an exchange that divides what comes before": Mutant(
         "sharding/matrix_exchange.py",
-        "axis_index(copies) * (each * R * C)",
-        "axis_index(copies) * (each * R * C) * m",
+        "range(are_apart, len(names))",
+        "range(1, len(names))",
         "tests/sharding",
     ),
-    "axes that do not divide evenly": Mutant(
+    "first axes of the mesh first": Mutant(
         "sharding/matrix_exchange.py",
-        "listed if size % _extent(mesh, listed) == 0 else ()",
-        "listed",
+        "in reversed(mesh.axis_names)",
+        "in mesh.axis_names",
         "tests/sharding",
     ),
     "corrected second moment of Adam": Mutant(

@@ -15,6 +15,9 @@ from adapprox_jax.linalg.rounding import round_stochastically
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
 BITS = (8, 5, 4)
+# Numbers on a device beyond which a TPU's compiler may end in a failed check, where it makes their
+# scales from blocks within a larger pass, and four do not divide how many blocks a device has.
+_LARGE = 2**24
 
 
 def quantize(
@@ -89,10 +92,14 @@ def _largest_in_blocks(array: jax.Array, axis: int) -> jax.Array:
 
 def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
     """For each of so many numbers the scale of its block, float32."""
-    blocks = jnp.expand_dims(scales.astype(jnp.float32), axis + 1)
+    blocks = jnp.expand_dims(scales, axis + 1)
     shape = (*blocks.shape[: axis + 1], BLOCK, *blocks.shape[axis + 2 :])
-    each = _joined(jnp.broadcast_to(blocks, shape), axis)
-    return jax.lax.slice_in_dim(each, 0, length, axis=axis)
+    blocks = jnp.broadcast_to(blocks, shape)
+    devices = max(jax.sharding.get_abstract_mesh().size, 1)
+    if blocks.size > devices * _LARGE and scales.shape[axis] % (4 * devices):
+        blocks = jax.lax.optimization_barrier(blocks)
+    each = jax.lax.slice_in_dim(_joined(blocks, axis), 0, length, axis=axis)
+    return each.astype(jnp.float32)
 
 
 def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -> jax.Array:

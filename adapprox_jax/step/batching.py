@@ -118,6 +118,8 @@ def _sum(stack: jax.Array) -> jax.Array:
 def matrices_at_once(platform: Platform, shape: tuple[int, ...]) -> int:
     """How many matrices of a stack are worked on at once."""
     batch, rows, columns = shape
+    if platform.largest_slice is None:
+        return batch
     most = platform.largest_slice * devices_in_use()
     return min(batch, max(most // max(rows * columns, 1), 1))
 

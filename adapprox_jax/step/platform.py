@@ -22,8 +22,8 @@ class Platform:
     """Parts that one long sum is split into, so that it keeps many cores busy."""
     largest_whole: int | None
     """Entries of a matrix above which passes go over it in tiles; None: never."""
-    largest_slice: int
-    """Entries of a stack of matrices that a pass works on at once."""
+    largest_slice: int | None
+    """Entries of a stack of matrices that a pass works on at once; None: any number."""
     keeps_targets: bool
     """The target of a matrix stays in memory from pass to pass; else at most the largest one."""
     quotient_with_error: bool
@@ -76,7 +76,12 @@ GPU = Platform(
 )
 # An elementwise operand fuses into a product, unless that is cut into parts.
 TPU = dataclasses.replace(
-    GPU, fuses_products=True, most_parts=1, most_kept=0, directions_at_once=2**24
+    GPU,
+    fuses_products=True,
+    most_parts=1,
+    largest_slice=None,
+    most_kept=0,
+    directions_at_once=2**24,
 )
 
 

@@ -1,6 +1,8 @@
 """orthogonalize: matrices made nearly orthogonal, those of one shape together."""
 
+import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -15,11 +17,13 @@ from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
-from adapprox_jax.sharding.matrix_exchange import concatenated, each_on_one_device
+from adapprox_jax.sharding.matrix_exchange import each_on_one_device
 from adapprox_jax.step.alike import MANY, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_behind
+
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)  # names of what a mesh divides by matrices
 
 
 def orthogonalize(
@@ -68,21 +72,24 @@ def orthogonalize(
                     " others out with optax.masked or optax.partition."
                 )
         with using_mesh_of(arrays):
-            results = with_automatic_axes(partial(_of_leaves, views, steps), arrays)(arrays)
+            of_leaves = partial(_of_leaves, leaves.names, views, steps)
+            results = with_automatic_axes(of_leaves, arrays)(arrays)
         return leaves.filled(results), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
 
 def _of_leaves(
-    views: Sequence[MatrixView], steps: int, leaves: Sequence[jax.Array]
+    names: Sequence[str], views: Sequence[MatrixView], steps: int, leaves: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """The directions of leaves; empty ones stay as they are."""
     results = list(leaves)
     full = [i for i, leaf in enumerate(leaves) if leaf.size]
     stacks = [_stack(leaves[i], views[i]) for i in full]
-    parts = [views[i].parts_of_sides for i in full]
-    directions = on_platform(partial(_of_stacks, steps, parts), stacks)
+    # On a mesh leaves may be divided in different ways, but not those of different layers.
+    of_mesh = [re.sub(r"\d+", "", names[i]) if is_compilers_mesh() else "" for i in full]
+    kinds = [(views[i].parts_of_sides, name) for i, name in zip(full, of_mesh, strict=True)]
+    directions = on_platform(partial(_of_stacks, steps, kinds), stacks)
     for i, stack in zip(full, directions, strict=True):
         matrices = jax.eval_shape(partial(to_matrices, view=views[i]), leaves[i])
         found = from_matrices(stack.reshape(matrices.shape), views[i], leaves[i].shape)
@@ -99,17 +106,18 @@ def _stack(leaf: jax.Array, view: MatrixView) -> jax.Array:
 
 def _of_stacks(
     steps: int,
-    parts: Sequence[tuple[int, int]],
+    kinds: Sequence[tuple[tuple[int, int], str]],
     platform: Platform,
     stacks: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Orthogonalizes stacks of matrices, those of one shape together."""
+    """Orthogonalizes stacks of matrices, those of one shape and kind together."""
     results = list(stacks)
     last: jax.Array | None = None
     alike = [group for kind in grouping_of(stacks).kinds for group in kind]
     places = places_within(alike, stacks) if platform.leaf_after_leaf else []
-    cuts = [(group, cut) for group in alike for cut in dict.fromkeys(parts[i] for i in group)]
-    for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
+    both = [(group, kind) for group in alike for kind in dict.fromkeys(kinds[i] for i in group)]
+    for group, kind in [([i for i in group if kinds[i] == kind], kind) for group, kind in both]:
+        cut, name = kind
         work = partial(_each_part, partial(_in_turn, steps, platform), cut)
         for some in [group] if is_compilers_mesh() else _batches(platform, stacks, group):
             # In the type of products here already: half of what is moved and put together.
@@ -117,17 +125,28 @@ def _of_stacks(
             if last is not None:
                 members[0] = begin_behind(platform, last, members[0])
             if is_compilers_mesh():
-                done = each_on_one_device(work, members)
+                are_apart = bool(_EXPERTS.search(name))
+                exchanged = partial(each_on_one_device, work, are_apart=are_apart)
+                done = _concatenated(exchanged, members)
             elif places and len(members) >= MANY and set(map(len, members)) == {1}:
                 of_members = unstacked(work(jnp.concatenate(members)), places[: len(members)])
                 done = [x[None] for x in of_members]
             else:
-                done = concatenated(work, members)
+                done = _concatenated(work, members)
             last = done[0]
             for i, x in zip(some, done, strict=True):
                 longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
                 results[i] = x.astype(stacks[i].dtype) * math.sqrt(longest)
     return results
+
+
+def _concatenated(
+    work: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Works on stacks that are put together as one."""
+    whole = work(jnp.concatenate(stacks)) if len(stacks) > 1 else work(stacks[0])
+    ends = itertools.accumulate(map(len, stacks))
+    return [whole[end - len(stack) : end] for stack, end in zip(stacks, ends, strict=True)]
 
 
 def _each_part(
