@@ -54,12 +54,12 @@ def tiny(tmp_path):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
     path = tmp_path / "tiny.json"
-    scale.main("tiny", (8,), ("adamw", "adapprox"), output=path)
-    return json.loads(path.read_text())["records"]
+    scale.main("tiny", ("1x8",), ("adamw", "adapprox"), output=path)
+    return json.loads(path.read_text())["records"]["1x8"]
 
 
 def test_steps_are_compiled_for_a_mesh(tiny, capsys):
-    adamw, adapprox = (tiny[name]["8"] for name in ("adamw", "adapprox"))
+    adamw, adapprox = tiny["adamw"], tiny["adapprox"]
     assert adamw["collectives"] == 0
     assert adamw["percent_of_gradients"] == 0
     assert adapprox["state_mib"] < adamw["state_mib"]
@@ -77,8 +77,8 @@ def test_the_models_have_their_sizes():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"devices": (12,)}, r"devices=\(12,\); allowed: multiples of 8"),
-        ({"devices": ()}, "allowed: multiples of 8"),
+        ({"meshes": ("12",)}, r"meshes=\('12',\); allowed: pairs of numbers such as 8x4"),
+        ({"meshes": ()}, "allowed: pairs of numbers"),
         ({"optimizers": ("sgd",)}, r"optimizers has \['sgd'\]; allowed: adamw, adafactor"),
     ],
 )
