@@ -49,10 +49,12 @@ SHOWN = {
     "NorMuon": (("NorMuon",), (0, -15)),
     "adapprox": (("adapprox",), (0, 8)),
     "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
+    "adapprox_muon": (("adapprox_muon, b1 by rate",), (-30, 8)),
+    "adapprox_muon, 8 bits": (("adapprox_muon 8 bits, b1 by rate",), (40, -15)),
     "adapprox_muon, 4 bits": (("adapprox_muon 4 bits, b1 by rate",), (30, 8)),
 }
 DIRECTIONS = (
-    "adapprox_muon 4 bits, b1 by rate",
+    *(f"adapprox_muon{bits}, b1 by rate" for bits in ("", " 8 bits", " 4 bits")),
     "adapprox_muon 4 bits",
     "adapprox_muon 4 bits, b1 0.9, other parameters x2",
     "NorMuon",
@@ -144,12 +146,18 @@ def blocks() -> dict[str, str]:
     """The text of every block."""
     results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
     states = _read("memory/memory_table.json")["records"]
+    of_state = states["117M"]["0.9"]
     peaks = _read("memory/memory_peak_cpu.json")["records"]
     of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
     defaults = loss_tables.summarize(of_defaults)
     found = {
-        "at a glance": _at_a_glance(defaults, states["117M"]["0.9"]),
-        "shown": loss_tables.shown(defaults, _SHOWN_NAMES, TEXTS, _sizes(states["117M"]["0.9"])),
+        "at a glance": _at_a_glance(defaults, of_state),
+        "shown": loss_tables.shown(
+            defaults,
+            _SHOWN_NAMES,
+            TEXTS,
+            {**_sizes(of_state), "adapprox_muon": of_state["adapprox_muon"]["bytes_a_parameter"]},
+        ),
         "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, TEXTS),
         "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
         "calculator": _calculator("llama3-8b"),
@@ -186,7 +194,7 @@ def blocks() -> dict[str, str]:
         *("update_speed_117M_cpu", "update_speed_muon_117M_cpu"),
     ):
         found[name] = update_speed.table(_read(f"speed/{name}.json")["records"])
-    for name in ("8B_h100", "70B_cpu"):
+    for name in ("8B_v5e", "8B_h100"):
         found[f"scale {name}"] = scale.table(_read(f"scale/{name}.json")["records"])
     return found
 
@@ -283,8 +291,9 @@ def _rates(results: loss_tables.Results, rows: Sequence[dict]) -> str:
 
 def _variants(file: str, kinds: dict[str, Sequence[str]], others: Sequence[dict] = ()) -> str:
     """A table for each contender of what follows its name, compared with it alone."""
-    found = loss_tables.summarize([*loss_tables.read(PICTURES / file), *others])
-    settings = [setting for setting in TEXTS if any(key[0] == setting for key in found)]
+    rows = loss_tables.read(PICTURES / file)
+    found = loss_tables.summarize([*rows, *others])
+    settings = sorted({row["setting"] for row in rows}, key=len)
     tables = [
         loss_tables.comparison(
             found, (base, *(f"{base}, {kind}" for kind in of_base)), base, settings, False

@@ -222,7 +222,6 @@ def test_vmapped_and_differentiated_on_a_mesh(mesh):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(y))))
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.8 refuses such shardings")
 def test_heads_that_an_axis_divides_in_part():
     """Two heads over eight devices: no names of axes say how the compiler divides them."""
     if jax.device_count() < DEVICES:
