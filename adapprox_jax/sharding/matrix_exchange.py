@@ -1,6 +1,9 @@
 """each_on_one_device: matrices that are divided over a mesh, each made whole on one device."""
 
-from collections.abc import Callable
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 
 def each_on_one_device(
-    work: Callable[[jax.Array], jax.Array], matrices: jax.Array, are_apart: bool = False
-) -> jax.Array:
+    work: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array], are_apart: bool = False
+) -> list[jax.Array]:
     """Works on matrices that are divided over the mesh in use, each of them on one device.
 
     All devices get as many matrices, filled up with zeros. The axes of the mesh are moved to the
@@ -18,12 +21,13 @@ def each_on_one_device(
 
     Args:
       work: From matrices (batch, m, n) to as many of the same shape and type, each by itself.
-      matrices: (batch, m, n), divided in any way over a mesh whose axes are all automatic.
+      stacks: Each (batch, m, n) with the same m, n and type, each divided in any way of its own
+        over a mesh whose axes are all automatic.
       are_apart: Whether an axis of the mesh divides the batch, as of experts. If not, and it does,
         they are gathered first.
 
     Returns:
-      The results, (batch, m, n), divided as suits what follows.
+      The results, divided as suits what follows.
     """
     mesh = jax.sharding.get_abstract_mesh()
     # The last axis first: what divides the matrices already, such as an axis of experts, and the
@@ -34,10 +38,19 @@ def each_on_one_device(
     counts = range(are_apart, len(names))
     steps = [PartitionSpec(names[:count], either, either) for count in counts]
     whole = PartitionSpec(names, None, None)
-    results = jnp.pad(matrices, ((0, -len(matrices) % mesh.size), (0, 0), (0, 0)))
-    for spec in (*steps, whole):
-        results = jax.lax.with_sharding_constraint(results, spec)
-    results = jax.shard_map(work, in_specs=whole, out_specs=whole)(results)
-    for spec in reversed(steps):
-        results = jax.lax.with_sharding_constraint(results, spec)
-    return results[: len(matrices)]
+    ends = list(itertools.accumulate(map(len, stacks)))
+    slots = -(-ends[-1] // mesh.size) * mesh.size
+
+    def moved(stack: jax.Array, end: int) -> jax.Array:
+        # Not put together before: stacks may be divided in different ways.
+        filled = jnp.pad(stack, ((end - len(stack), slots - end), (0, 0), (0, 0)))
+        return functools.reduce(jax.lax.with_sharding_constraint, (*steps, whole), filled)
+
+    together = functools.reduce(operator.add, map(moved, stacks, ends))
+    results = jax.shard_map(work, in_specs=whole, out_specs=whole)(together)
+    return [
+        functools.reduce(jax.lax.with_sharding_constraint, reversed(steps), results)[
+            end - len(stack) : end
+        ]
+        for stack, end in zip(stacks, ends, strict=True)
+    ]

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import jax
@@ -16,7 +16,12 @@ from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
-from adapprox_jax.sharding.axes import is_compilers_mesh, using_mesh_of, with_automatic_axes
+from adapprox_jax.sharding.axes import (
+    devices_in_use,
+    is_compilers_mesh,
+    using_mesh_of,
+    with_automatic_axes,
+)
 from adapprox_jax.sharding.matrix_exchange import each_on_one_device
 from adapprox_jax.step.alike import MANY, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of
@@ -86,10 +91,8 @@ def _of_leaves(
     results = list(leaves)
     full = [i for i, leaf in enumerate(leaves) if leaf.size]
     stacks = [_stack(leaves[i], views[i]) for i in full]
-    # On a mesh leaves may be divided in different ways, but not those of different layers.
-    of_mesh = [re.sub(r"\d+", "", names[i]) if is_compilers_mesh() else "" for i in full]
-    kinds = [(views[i].parts_of_sides, name) for i, name in zip(full, of_mesh, strict=True)]
-    directions = on_platform(partial(_of_stacks, steps, kinds), stacks)
+    parts = [views[i].parts_of_sides for i in full]
+    directions = on_platform(partial(_of_stacks, [names[i] for i in full], parts, steps), stacks)
     for i, stack in zip(full, directions, strict=True):
         matrices = jax.eval_shape(partial(to_matrices, view=views[i]), leaves[i])
         found = from_matrices(stack.reshape(matrices.shape), views[i], leaves[i].shape)
@@ -105,34 +108,33 @@ def _stack(leaf: jax.Array, view: MatrixView) -> jax.Array:
 
 
 def _of_stacks(
+    names: Sequence[str],
+    parts: Sequence[tuple[int, int]],
     steps: int,
-    kinds: Sequence[tuple[tuple[int, int], str]],
     platform: Platform,
     stacks: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Orthogonalizes stacks of matrices, those of one shape and kind together."""
+    """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     last: jax.Array | None = None
     alike = [group for kind in grouping_of(stacks).kinds for group in kind]
     places = places_within(alike, stacks) if platform.leaf_after_leaf else []
-    both = [(group, kind) for group in alike for kind in dict.fromkeys(kinds[i] for i in group)]
-    for group, kind in [([i for i in group if kinds[i] == kind], kind) for group, kind in both]:
-        cut, name = kind
+    cuts = [(group, cut) for group in alike for cut in dict.fromkeys(parts[i] for i in group)]
+    for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
         work = partial(_each_part, partial(_in_turn, steps, platform), cut)
-        for some in [group] if is_compilers_mesh() else _batches(platform, stacks, group):
+        on_mesh = is_compilers_mesh()
+        for some in _pools(names, stacks, group) if on_mesh else _batches(platform, stacks, group):
             # In the type of products here already: half of what is moved and put together.
             members = [_as_operand(stacks[i], platform) for i in some]
             if last is not None:
                 members[0] = begin_behind(platform, last, members[0])
-            if is_compilers_mesh():
-                are_apart = bool(_EXPERTS.search(name))
-                exchanged = partial(each_on_one_device, work, are_apart=are_apart)
-                done = _concatenated(exchanged, members)
+            if on_mesh:
+                done = _on_mesh(work, [names[i] for i in some], members)
             elif places and len(members) >= MANY and set(map(len, members)) == {1}:
                 of_members = unstacked(work(jnp.concatenate(members)), places[: len(members)])
                 done = [x[None] for x in of_members]
             else:
-                done = _concatenated(work, members)
+                done = _parted(work(_joined(members)), members)
             last = done[0]
             for i, x in zip(some, done, strict=True):
                 longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
@@ -140,11 +142,49 @@ def _of_stacks(
     return results
 
 
-def _concatenated(
-    work: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]
+def _on_mesh(
+    work: Callable[[jax.Array], jax.Array], names: Sequence[str], stacks: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Works on stacks that are put together as one."""
-    whole = work(jnp.concatenate(stacks)) if len(stacks) > 1 else work(stacks[0])
+    """Works on stacks whose matrices the devices of a mesh share."""
+    results: dict[int, jax.Array] = {}
+    kinds = list(_by_kind(names, range(len(stacks))).values())
+    joined = [_joined([stacks[i] for i in kind]) for kind in kinds]
+    are_apart = any(map(_EXPERTS.search, names))
+    for kind, done in zip(kinds, each_on_one_device(work, joined, are_apart), strict=True):
+        results.update(zip(kind, _parted(done, [stacks[i] for i in kind]), strict=True))
+    return [results[i] for i in range(len(stacks))]
+
+
+def _by_kind(names: Sequence[str], members: Iterable[int]) -> dict[str, list[int]]:
+    """Leaves whose names differ in numbers alone: those of different layers are divided alike."""
+    kinds: dict[str, list[int]] = {}
+    for i in members:
+        kinds.setdefault(re.sub(r"\d+", "", names[i]), []).append(i)
+    return kinds
+
+
+def _pools(
+    names: Sequence[str], stacks: Sequence[jax.Array], group: Sequence[int]
+) -> list[list[int]]:
+    """Stacks of one shape that a mesh works on at once: several kinds if it has the devices."""
+    pools: list[list[int]] = []
+    room = 0
+    for kind in _by_kind(names, group).values():
+        size = sum(len(stacks[i]) for i in kind)
+        if size > room:
+            pools.append([])
+            room = devices_in_use()
+        pools[-1] += kind
+        room -= size
+    return pools
+
+
+def _joined(stacks: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
+
+
+def _parted(whole: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    """Undoes `_joined` of stacks."""
     ends = itertools.accumulate(map(len, stacks))
     return [whole[end - len(stack) : end] for stack, end in zip(stacks, ends, strict=True)]
 

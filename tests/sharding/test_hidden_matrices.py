@@ -100,6 +100,18 @@ def test_matrices_that_are_divided_in_two_ways_are_not_put_together(mesh, in_pha
     assert copies_moved(found, params) <= 4 + SMALL
 
 
+def test_few_matrices_of_several_leaves_are_worked_on_at_once(mesh, in_phases):
+    """Two of each of four leaves: one for each device, instead of four times one with zeros."""
+    in_phases()
+    params = abstract(
+        mesh, dict.fromkeys("abcd", (2, 64, 128)), dict.fromkeys("abcd", P(None, "x"))
+    )
+    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+        alone = directions({"a": jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)})
+    flops = [one.cost_analysis()["flops"] for one in (directions(params), alone)]
+    assert flops[0] <= 1.5 * flops[1]
+
+
 def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
     """The compiler does not carry the exchange's axes into an average, or into what follows."""
     in_phases()
