@@ -21,7 +21,7 @@ def each_on_one_device(
 
     Args:
       work: From matrices (batch, m, n) to as many of the same shape and type, each by itself.
-      stacks: Each (batch, m, n) with the same m, n and type, each divided in any way of its own
+      stacks: Each (batch, m, n) with the same m, n and type, each divided in its own way
         over a mesh whose axes are all automatic.
       are_apart: Whether an axis of the mesh divides the batch, as of experts. If not, and it does,
         they are gathered first.
