@@ -22,6 +22,10 @@ from benchmarks.inputs import WORDS, is_row, parameter_shapes, row
 from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "speed"
+_ROWS_IN_BFLOAT16 = tuple(
+    f"{name}, stacked, bfloat16"
+    for name in ("adamw", "adapprox", "adapprox 4 bits", "muon", "adapprox_muon 4 bits")
+)
 _ROWS_OF_GPUS = (
     *("adamw", "adafactor", "adafactor 4 bits", "came"),
     *("muon", "adapprox_muon", "adapprox_muon rank 8"),
@@ -29,12 +33,14 @@ _ROWS_OF_GPUS = (
     *("adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox 4 bits", "adapprox 1 to 64"),
     *("adamw, stacked", "adapprox, stacked", "adapprox rank 16, stacked"),
     *("adapprox 4 bits, stacked", "muon, stacked", "adapprox_muon 4 bits, stacked"),
+    *_ROWS_IN_BFLOAT16,
 )
 # Rows that are not stacked take minutes to compile.
 _ROWS_OF_TPUS = (
     *("adamw, stacked", "adafactor, stacked", "adafactor 4 bits, stacked", "adapprox, stacked"),
     *("adapprox 8 bits, stacked", "adapprox 4 bits, stacked"),
     *("muon, stacked", "adapprox_muon, stacked", "adapprox_muon 4 bits, stacked", "adamw"),
+    *_ROWS_IN_BFLOAT16,
 )
 
 
