@@ -131,6 +131,15 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
     assert copies_moved(whole, params) <= 4 + SMALL
 
 
+def test_programs_for_tpus_need_no_callbacks(mesh):
+    """TPUs have no custom partitioning: such a program would not compile there."""
+    tx = adapprox_jax.orthogonalize()
+    params = abstract(mesh, {"up": (8, 64, 128)}, {"up": P(None, "x", "y")})
+    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    lowered = update.trace(params).lower(lowering_platforms=("tpu",))
+    assert "custom_call" not in lowered.as_text()
+
+
 def test_experts_are_not_gathered(mesh, in_phases):
     in_phases()
     shapes = {"experts": (8, 64, 128)}
