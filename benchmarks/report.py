@@ -45,11 +45,11 @@ TEXTS = ("code", "prose")
 SHOWN = {
     "AdamW": (("AdamW with Nesterov, b2 0.999, clipped",), (-4, -14)),
     "Adafactor, 4 bits": (("Adafactor 4 bits with Nesterov",), (16, -15)),
-    "Muon": ((f"{_MUON_X2}, q k v separate",), (0, 8)),
+    "Muon": ((f"{_MUON_X2}, q k v separate",), (10, 8)),
     "NorMuon": (("NorMuon",), (0, -15)),
     "adapprox": (("adapprox",), (0, 8)),
     "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
-    "adapprox_muon": (("adapprox_muon, b1 by rate",), (-30, 8)),
+    "adapprox_muon": (("adapprox_muon, b1 by rate",), (-50, 8)),
     "adapprox_muon, 8 bits": (("adapprox_muon 8 bits, b1 by rate",), (40, -15)),
     "adapprox_muon, 4 bits": (("adapprox_muon 4 bits, b1 by rate",), (30, 8)),
 }

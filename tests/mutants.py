@@ -57,7 +57,7 @@ NAMED = {
     ),
     "an exchange that divides what comes before": Mutant(
         "sharding/matrix_exchange.py",
-        "range(are_apart, len(names))",
+        "range(batch_is_divided, len(names))",
         "range(1, len(names))",
         "tests/sharding",
     ),

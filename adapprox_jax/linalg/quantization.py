@@ -5,6 +5,7 @@ array would be moved to work on them.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,8 @@ def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
     blocks = jnp.expand_dims(scales, axis + 1)
     shape = (*blocks.shape[: axis + 1], BLOCK, *blocks.shape[axis + 2 :])
     blocks = jnp.broadcast_to(blocks, shape)
-    devices = max(jax.sharding.get_abstract_mesh().size, 1)
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[x] for x in mesh.axis_names if x not in mesh.manual_axes)
     if blocks.size > devices * _LARGE and scales.shape[axis] % (4 * devices):
         blocks = jax.lax.optimization_barrier(blocks)
     each = jax.lax.slice_in_dim(_joined(blocks, axis), 0, length, axis=axis)

@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec
 
 
 def each_on_one_device(
-    work: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array], are_apart: bool = False
+    work: Callable[[jax.Array], jax.Array],
+    stacks: Sequence[jax.Array],
+    batch_is_divided: bool = False,
 ) -> list[jax.Array]:
     """Works on matrices that are divided over the mesh in use, each of them on one device.
 
@@ -23,8 +25,8 @@ def each_on_one_device(
       work: From matrices (batch, m, n) to as many of the same shape and type, each by itself.
       stacks: Each (batch, m, n) with the same m, n and type, each divided in its own way
         over a mesh whose axes are all automatic.
-      are_apart: Whether an axis of the mesh divides the batch, as of experts. If not, and it does,
-        they are gathered first.
+      batch_is_divided: Whether an axis of the mesh divides the batch, as of experts. If one does
+        and this is False, the matrices are gathered first.
 
     Returns:
       The results, divided as suits what follows.
@@ -33,10 +35,10 @@ def each_on_one_device(
     # The last axis first: what divides the matrices already, such as an axis of experts, and the
     # minor one of two axes that divide one side mostly come after others.
     names = tuple(name for name in reversed(mesh.axis_names) if mesh.shape[name] > 1)
-    either = PartitionSpec.UNCONSTRAINED
+    free = PartitionSpec.UNCONSTRAINED
     # From no axis on: else what comes before would be divided as the first step is.
-    counts = range(are_apart, len(names))
-    steps = [PartitionSpec(names[:count], either, either) for count in counts]
+    counts = range(batch_is_divided, len(names))
+    steps = [PartitionSpec(names[:count], free, free) for count in counts]
     whole = PartitionSpec(names, None, None)
     ends = list(itertools.accumulate(map(len, stacks)))
     slots = -(-ends[-1] // mesh.size) * mesh.size

@@ -145,8 +145,7 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     q, u = (x.astype(matrix.scale.dtype) for x in (matrix.q, matrix.u))
     factors = Factors(q, u / plan.approximation.of_scale(matrix.scale))
     if read_once and plan.platform.fuses_products:
-        # Other matrices lie in columns from the start, as they fill the lanes of a TPU then.
-        in_rows = matrix.grad.shape[1] % (128 * devices_in_use()) == 0
+        in_rows = matrix.grad.shape[1] % (plan.platform.lanes * devices_in_use()) == 0
         last = (outer_by_rows if in_rows else outer)(*factors, plan.axis)
     else:
         last = product_of(plan, factors)

@@ -18,6 +18,8 @@ class Platform:
     """q u^T of few columns is a sum of outer products, which is never written to memory."""
     fuses_products: bool
     """A product of matrices fuses into the one sum that reads it."""
+    lanes: int
+    """A matrix lies in rows if this divides their length; else the compiler may have columns."""
     most_parts: int
     """Parts that one long sum is split into, so that it keeps many cores busy."""
     largest_whole: int | None
@@ -46,6 +48,7 @@ CPU = Platform(
     leaf_after_leaf=True,
     fuses_outer_products=False,
     fuses_products=False,
+    lanes=1,
     most_parts=1,
     largest_whole=2**23,
     largest_slice=2**20,
@@ -62,6 +65,7 @@ GPU = Platform(
     leaf_after_leaf=False,
     fuses_outer_products=True,
     fuses_products=False,
+    lanes=1,
     most_parts=64,
     largest_whole=None,
     largest_slice=2**25,
@@ -78,6 +82,7 @@ GPU = Platform(
 TPU = dataclasses.replace(
     GPU,
     fuses_products=True,
+    lanes=128,
     most_parts=1,
     largest_slice=None,
     most_kept=0,

@@ -149,8 +149,8 @@ def _on_mesh(
     results: dict[int, jax.Array] = {}
     kinds = list(_by_kind(names, range(len(stacks))).values())
     joined = [_joined([stacks[i] for i in kind]) for kind in kinds]
-    are_apart = any(map(_EXPERTS.search, names))
-    for kind, done in zip(kinds, each_on_one_device(work, joined, are_apart), strict=True):
+    batch_is_divided = any(map(_EXPERTS.search, names))
+    for kind, done in zip(kinds, each_on_one_device(work, joined, batch_is_divided), strict=True):
         results.update(zip(kind, _parted(done, [stacks[i] for i in kind]), strict=True))
     return [results[i] for i in range(len(stacks))]
 

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import adapprox_jax
 from adapprox_jax import quantize
+from adapprox_jax.linalg import quantization
 from adapprox_jax.linalg.quantization import block_axis, quantized_like
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
@@ -227,3 +228,20 @@ def test_blocks_that_a_mesh_does_not_divide(dtype):
         _, new = jax.jit(tx.update)(params, state)
         assert jax.typeof(new.mu) == jax.typeof(state.mu)
         assert jax.typeof(new.scale) == jax.typeof(state.scale)
+
+
+def test_within_shard_map_the_numbers_of_one_device_count(monkeypatch):
+    """Where a TPU's compiler could fail, scales are made in memory; there arrays are parts."""
+    if jax.device_count() < 8:
+        pytest.skip("needs eight devices")
+    monkeypatch.setattr(quantization, "_LARGE", 1000)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("x")
+
+    def decode(codes, scales):
+        return quantization.dequantize(codes, scales, codes.shape)
+
+    within = jax.shard_map(decode, mesh=mesh, in_specs=spec, out_specs=spec)
+    codes, scales = quantization.quantize(jnp.ones((8 * 32, 64)), 4)
+    assert "optimization_barrier" in jax.jit(within).lower(codes, scales).as_text()
+    assert "optimization_barrier" not in jax.jit(decode).lower(codes, scales).as_text()
