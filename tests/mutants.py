@@ -57,8 +57,8 @@ NAMED = {
     ),
     "an exchange that divides what comes before": Mutant(
         "sharding/matrix_exchange.py",
-        "range(batch_is_divided, len(names))",
-        "range(1, len(names))",
+        "range(first, len(axes))",
+        "range(1, len(axes))",
         "tests/sharding",
     ),
     "first axes of the mesh first": Mutant(

@@ -3,17 +3,44 @@
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from adapprox_jax.sharding.axes import devices_in_use
+
+_EXPERTS = re.compile("expert|moe", re.IGNORECASE)  # names of what a mesh divides by matrices
+
+
+def pools(
+    names: Sequence[str], stacks: Sequence[jax.Array], members: Iterable[int]
+) -> list[list[int]]:
+    """Stacks of one shape that a mesh works on at once: of several kinds if it has the devices."""
+    found: list[list[int]] = []
+    room = 0
+    for kind in _by_kind(names, members).values():
+        size = sum(len(stacks[i]) for i in kind)
+        if size > room:
+            found.append([])
+            room = devices_in_use()
+        found[-1] += kind
+        room -= size
+    return found
+
+
+def _by_kind(names: Sequence[str], members: Iterable[int]) -> dict[str, list[int]]:
+    """Leaves whose names differ in numbers alone: those of different layers are divided alike."""
+    kinds: dict[str, list[int]] = {}
+    for i in members:
+        kinds.setdefault(re.sub(r"\d+", "", names[i]), []).append(i)
+    return kinds
+
 
 def each_on_one_device(
-    work: Callable[[jax.Array], jax.Array],
-    stacks: Sequence[jax.Array],
-    batch_is_divided: bool = False,
+    work: Callable[[jax.Array], jax.Array], names: Sequence[str], stacks: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Works on matrices that are divided over the mesh in use, each of them on one device.
 
@@ -23,10 +50,10 @@ def each_on_one_device(
 
     Args:
       work: From matrices (batch, m, n) to as many of the same shape and type, each by itself.
-      stacks: Each (batch, m, n) with the same m, n and type, each divided in its own way
-        over a mesh whose axes are all automatic.
-      batch_is_divided: Whether an axis of the mesh divides the batch, as of experts. If one does
-        and this is False, the matrices are gathered first.
+      names: Of the stacks. An axis of the mesh may divide the batch of experts; of others, they are
+        gathered first where one does.
+      stacks: Each (batch, m, n) with the same m, n and type, each divided in its own way over a
+        mesh whose axes are all automatic.
 
     Returns:
       The results, divided as suits what follows.
@@ -34,25 +61,28 @@ def each_on_one_device(
     mesh = jax.sharding.get_abstract_mesh()
     # The last axis first: what divides the matrices already, such as an axis of experts, and the
     # minor one of two axes that divide one side mostly come after others.
-    names = tuple(name for name in reversed(mesh.axis_names) if mesh.shape[name] > 1)
+    axes = tuple(name for name in reversed(mesh.axis_names) if mesh.shape[name] > 1)
     free = PartitionSpec.UNCONSTRAINED
     # From no axis on: else what comes before would be divided as the first step is.
-    counts = range(batch_is_divided, len(names))
-    steps = [PartitionSpec(names[:count], free, free) for count in counts]
-    whole = PartitionSpec(names, None, None)
-    ends = list(itertools.accumulate(map(len, stacks)))
+    first = 1 if any(map(_EXPERTS.search, names)) else 0
+    steps = [PartitionSpec(axes[:count], free, free) for count in range(first, len(axes))]
+    whole = PartitionSpec(axes, None, None)
+    kinds = list(_by_kind(names, range(len(stacks))).values())
+    joined = [jnp.concatenate([stacks[i] for i in kind]) for kind in kinds]
+    ends = list(itertools.accumulate(map(len, joined)))
     slots = -(-ends[-1] // mesh.size) * mesh.size
 
     def moved(stack: jax.Array, end: int) -> jax.Array:
-        # Not put together before: stacks may be divided in different ways.
+        # Kinds are not put together before: they may be divided in different ways.
         filled = jnp.pad(stack, ((end - len(stack), slots - end), (0, 0), (0, 0)))
         return functools.reduce(jax.lax.with_sharding_constraint, (*steps, whole), filled)
 
-    together = functools.reduce(operator.add, map(moved, stacks, ends))
-    results = jax.shard_map(work, in_specs=whole, out_specs=whole)(together)
-    return [
-        functools.reduce(jax.lax.with_sharding_constraint, reversed(steps), results)[
-            end - len(stack) : end
-        ]
-        for stack, end in zip(stacks, ends, strict=True)
-    ]
+    all_kinds = functools.reduce(operator.add, map(moved, joined, ends))
+    done = jax.shard_map(work, in_specs=whole, out_specs=whole)(all_kinds)
+    results: dict[int, jax.Array] = {}
+    for kind, stack, end in zip(kinds, joined, ends, strict=True):
+        back = functools.reduce(jax.lax.with_sharding_constraint, reversed(steps), done)
+        of_kind = back[end - len(stack) : end]
+        cuts = list(itertools.accumulate(len(stacks[i]) for i in kind))[:-1]
+        results.update(zip(kind, jnp.split(of_kind, cuts), strict=True))
+    return [results[i] for i in range(len(stacks))]

@@ -1,9 +1,7 @@
 """orthogonalize: matrices made nearly orthogonal, those of one shape together."""
 
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax
@@ -17,18 +15,15 @@ from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import (
-    devices_in_use,
     is_compilers_mesh,
     using_mesh_of,
     with_automatic_axes,
 )
-from adapprox_jax.sharding.matrix_exchange import each_on_one_device
+from adapprox_jax.sharding.matrix_exchange import each_on_one_device, pools
 from adapprox_jax.step.alike import MANY, places_within, unstacked
-from adapprox_jax.step.batching import grouping_of
+from adapprox_jax.step.batching import grouping_of, together
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_behind
-
-_EXPERTS = re.compile("expert|moe", re.IGNORECASE)  # names of what a mesh divides by matrices
 
 
 def orthogonalize(
@@ -123,18 +118,18 @@ def _of_stacks(
     for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
         work = partial(_each_part, partial(_in_turn, steps, platform), cut)
         on_mesh = is_compilers_mesh()
-        for some in _pools(names, stacks, group) if on_mesh else _batches(platform, stacks, group):
+        for some in pools(names, stacks, group) if on_mesh else _batches(platform, stacks, group):
             # In the type of products here already: half of what is moved and put together.
             members = [_as_operand(stacks[i], platform) for i in some]
             if last is not None:
                 members[0] = begin_behind(platform, last, members[0])
             if on_mesh:
-                done = _on_mesh(work, [names[i] for i in some], members)
+                done = each_on_one_device(work, [names[i] for i in some], members)
             elif places and len(members) >= MANY and set(map(len, members)) == {1}:
                 of_members = unstacked(work(jnp.concatenate(members)), places[: len(members)])
                 done = [x[None] for x in of_members]
             else:
-                done = _parted(work(_joined(members)), members)
+                done = together(partial(_each_stack, work), members)
             last = done[0]
             for i, x in zip(some, done, strict=True):
                 longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
@@ -142,51 +137,10 @@ def _of_stacks(
     return results
 
 
-def _on_mesh(
-    work: Callable[[jax.Array], jax.Array], names: Sequence[str], stacks: Sequence[jax.Array]
+def _each_stack(
+    work: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Works on stacks whose matrices the devices of a mesh share."""
-    results: dict[int, jax.Array] = {}
-    kinds = list(_by_kind(names, range(len(stacks))).values())
-    joined = [_joined([stacks[i] for i in kind]) for kind in kinds]
-    batch_is_divided = any(map(_EXPERTS.search, names))
-    for kind, done in zip(kinds, each_on_one_device(work, joined, batch_is_divided), strict=True):
-        results.update(zip(kind, _parted(done, [stacks[i] for i in kind]), strict=True))
-    return [results[i] for i in range(len(stacks))]
-
-
-def _by_kind(names: Sequence[str], members: Iterable[int]) -> dict[str, list[int]]:
-    """Leaves whose names differ in numbers alone: those of different layers are divided alike."""
-    kinds: dict[str, list[int]] = {}
-    for i in members:
-        kinds.setdefault(re.sub(r"\d+", "", names[i]), []).append(i)
-    return kinds
-
-
-def _pools(
-    names: Sequence[str], stacks: Sequence[jax.Array], group: Sequence[int]
-) -> list[list[int]]:
-    """Stacks of one shape that a mesh works on at once: several kinds if it has the devices."""
-    pools: list[list[int]] = []
-    room = 0
-    for kind in _by_kind(names, group).values():
-        size = sum(len(stacks[i]) for i in kind)
-        if size > room:
-            pools.append([])
-            room = devices_in_use()
-        pools[-1] += kind
-        room -= size
-    return pools
-
-
-def _joined(stacks: Sequence[jax.Array]) -> jax.Array:
-    return jnp.concatenate(stacks) if len(stacks) > 1 else stacks[0]
-
-
-def _parted(whole: jax.Array, stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    """Undoes `_joined` of stacks."""
-    ends = itertools.accumulate(map(len, stacks))
-    return [whole[end - len(stack) : end] for stack, end in zip(stacks, ends, strict=True)]
+    return list(map(work, stacks))
 
 
 def _each_part(
