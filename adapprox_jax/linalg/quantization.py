@@ -6,12 +6,14 @@ array would be moved to work on them.
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.argument_checks import require, require_choice
-from adapprox_jax.linalg.rounding import round_stochastically
+from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
 
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
@@ -26,9 +28,9 @@ def quantize(
 ) -> tuple[jax.Array, jax.Array]:
     """Rounds an array to signed codes of 8, 5 or 4 bits.
 
-    A number x of a block with largest magnitude s has the code round(3 c x / (2 s + |x|)) with
-    c = 127, 15 or 7. That stands for 2 s code / (3 c - |code|). Steps are two thirds of equal ones
-    at zero and three halves at s, about as fine as numbers are dense.
+    A code k, from -c to c - 1 with c = 128, 16 or 8, stands for 2 s k / (3 c - |k|), where s is the
+    scale of the block. Its sign is such that -c stands for the number of largest magnitude. Steps
+    are two thirds of equal ones at zero and three halves at s, about as fine as numbers are dense.
 
     Args:
       array: Real, of at least one axis.
@@ -67,28 +69,52 @@ def quantize(
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
     axis = block_axis(array.shape)
     wide = array.astype(jnp.float32)
-    largest = _largest_in_blocks(wide, axis)
+    exact = _exact_scales(wide, axis, bits)
     # To the nearest, or up where there is noise: numbers beyond their scale would be cut off.
     added = 0x7FFF if noise is None else 0xFFFF
-    scales = round_stochastically(largest, jnp.full(largest.shape, added, jnp.uint16))
+    scales = round_stochastically(exact, jnp.full(exact.shape, added, jnp.uint16))
     codes = _codes(wide, noise, _of_each(scales, axis, array.shape[axis]), bits)
     if bits == 5:
         codes = _with_signs_apart(codes, axis)
     return codes.astype(_DTYPES[bits]), scales
 
 
-def _largest_in_blocks(array: jax.Array, axis: int) -> jax.Array:
-    """The largest magnitude in each block; the last one may be short."""
+def _exact_scales(array: jax.Array, axis: int, bits: int) -> jax.Array:
+    """The smallest scales with which all numbers of a block are between the codes at the ends."""
+    largest, smallest = _extremes_in_blocks(array, axis)
+    up, down = largest, -smallest
+    longer, shorter = jnp.maximum(up, down), jnp.maximum(jnp.minimum(up, down), 0)
+    reach = _units(2 ** (bits - 1) - 1, bits)  # of the last code on the shorter side
+    scale = jnp.maximum(longer, jnp.minimum(shorter / reach, LARGEST_BFLOAT16))
+    return jnp.where(down >= up, scale, -scale)
+
+
+def _extremes_in_blocks(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The largest and the smallest number in each block; the last one may be short."""
     length = array.shape[axis]
     whole = length - length % BLOCK
     blocks = in_blocks(jax.lax.slice_in_dim(array, 0, whole, axis=axis), axis)
     # Of quarters first: to look along rows within 8 of them is slow on TPUs.
-    quarters = map(jnp.abs, jnp.split(blocks, 4, axis + 1))
-    largest = [jnp.max(functools.reduce(jnp.maximum, quarters), axis=axis + 1)]
+    quarters = jnp.split(blocks, 4, axis + 1)
+    parts = [(functools.reduce(jnp.maximum, quarters), functools.reduce(jnp.minimum, quarters))]
     if whole < length:  # and not padded, which would be one more copy
-        rest = jax.lax.slice_in_dim(array, whole, length, axis=axis)
-        largest.append(jnp.max(jnp.abs(rest), axis=axis, keepdims=True))
-    return jnp.concatenate(largest, axis)
+        rest = jnp.expand_dims(jax.lax.slice_in_dim(array, whole, length, axis=axis), axis)
+        parts.append((rest, rest))
+    # Both in one pass over the array.
+    largest, smallest = zip(*(_extremes(*part, axis + 1) for part in parts), strict=True)
+    return jnp.concatenate(largest, axis), jnp.concatenate(smallest, axis)
+
+
+def _extremes(above: jax.Array, below: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The maximum of one array and the minimum of another one along an axis."""
+    start = np.float32(-np.inf), np.float32(np.inf)
+    largest, smallest = jax.lax.reduce((above, below), start, _both, (axis,))
+    return largest, smallest
+
+
+def _both(x: Any, y: Any) -> Any:
+    """Of two pairs the larger first and the smaller second number."""
+    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
 
 
 def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
@@ -109,15 +135,15 @@ def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -
     # An eighth of both: the reciprocal of the largest numbers would count as zero.
     wide = scale / 8
     unit = x / 8 / jnp.where(wide == 0, 1, wide)
-    largest = 2 ** (bits - 1) - 1
-    exact = 3 * largest * unit / (2 + jnp.abs(unit))
+    count = 2 ** (bits - 1)
+    exact = 3 * count * unit / (2 + jnp.abs(unit))
     if noise is None:
-        return jnp.clip(jnp.round(exact), -largest, largest).astype(jnp.int32)
-    below = jnp.clip(jnp.floor(exact), -largest, largest - 1)
-    # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)) with f(c) = 2 c / (3 l - |c|),
-    # whose difference is 6 l / (here above).
-    here, above = 3 * largest - jnp.abs(below), 3 * largest - jnp.abs(below + 1)
-    goes_up = noise * (6 * largest) < (unit * here - 2 * below) * above
+        return jnp.clip(jnp.round(exact), -count, count - 1).astype(jnp.int32)
+    below = jnp.clip(jnp.floor(exact), -count, count - 2)
+    # Up where noise < (unit - f(below)) / (f(below + 1) - f(below)) with f(k) = 2 k / (3 c - |k|),
+    # whose difference is 6 c / (here above).
+    here, above = 3 * count - jnp.abs(below), 3 * count - jnp.abs(below + 1)
+    goes_up = noise * (6 * count) < (unit * here - 2 * below) * above
     codes = jnp.where(goes_up, below + 1, below)
     return codes.astype(jnp.int32)
 
@@ -156,13 +182,12 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
         )
     bits, axis = possible[given], block_axis(shape)
     signed = _with_signs(codes, axis, shape[axis]) if bits == 5 else codes
-    units = _units(signed.astype(jnp.float32), 2 ** (bits - 1) - 1)
-    return units * _of_each(scales, axis, shape[axis])
+    return _units(signed.astype(jnp.float32), bits) * _of_each(scales, axis, shape[axis])
 
 
-def _units(codes: jax.Array, largest: int) -> jax.Array:
-    """What float32 codes stand for, in units of their block's scale."""
-    return 2 * codes / (3 * largest - jnp.abs(codes))
+def _units(codes: Any, bits: int) -> Any:
+    """What codes stand for, in units of their block's scale."""
+    return 2 * codes / (3 * 2 ** (bits - 1) - abs(codes))
 
 
 def quantized_like(
