@@ -13,7 +13,7 @@ import numpy as np
 from adapprox_jax.argument_checks import require_choice, require_flag, require_integer
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, Orthogonalization
 from adapprox_jax.linalg.products import contract, matmul, outer
-from adapprox_jax.linalg.random_start import draw_start, require_key, start_columns
+from adapprox_jax.linalg.random_start import require_key
 from adapprox_jax.linalg.rounding import wide_dtype
 
 
@@ -69,8 +69,7 @@ def srsi(
     key = require_key(key)
     width = min(rank + oversampling, limit)
     unit, scale = normalize(matrix)
-    drawn = draw_start(key, matrix.shape[1], width, unit.dtype)
-    u = start_columns(drawn, width, unit.dtype)
+    u = jax.random.normal(key, (width, matrix.shape[1]), unit.dtype).T
 
     def iteration(_: Any, u: jax.Array) -> jax.Array:
         return contract(unit, basis_of(u), 0)

@@ -24,7 +24,7 @@ from adapprox_jax.linalg.products import (
     outer_by_rows,
 )
 from adapprox_jax.linalg.quantization import in_blocks
-from adapprox_jax.linalg.random_start import start_columns, warm_start
+from adapprox_jax.linalg.random_start import warm_start
 from adapprox_jax.linalg.rounding import rounded, wide_dtype
 from adapprox_jax.linalg.srsi import fit_columns, mask_columns, power_of_two_below
 from adapprox_jax.settings import Settings
@@ -125,7 +125,7 @@ def start_of(plan: Plan, u: jax.Array, sizes: jax.Array) -> jax.Array:
 
     Sizes are the largest magnitudes in the columns of u.
     """
-    start = start_columns(plan.scalars.draws, plan.width, sizes.dtype, u.shape[0])
+    start = plan.scalars.draws[: plan.width, : u.shape[0]].T.astype(sizes.dtype)
     if plan.settings.subspace.warm_start:
         start = warm_start(start, u, sizes, 1 / power_of_two_below(jnp.max(sizes)))
     return start

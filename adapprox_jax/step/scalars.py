@@ -10,8 +10,6 @@ from typing import Any
 
 import jax
 
-from adapprox_jax.linalg.random_start import RandomStart
-
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +20,7 @@ class StepScalars:
     """
 
     step: jax.Array  # t, from 1, int32
-    draws: RandomStart  # what random starts are made of
+    draws: jax.Array  # (width, n), standard normal: the columns of all random starts
     rounding: jax.Array | None  # uint16 (2, rows, columns): random bits for factors in bfloat16
     b2: jax.typing.ArrayLike
     eps: jax.typing.ArrayLike

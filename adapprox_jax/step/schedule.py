@@ -77,7 +77,7 @@ def _leaf_after_leaf(
 ) -> Stepped:
     """One step for one leaf after the other, so that the intermediates of few are in memory."""
     results: dict[int, tuple[jax.Array, LeafState]] = {}
-    scalars = scalars.replaced(draws=jax.tree.map(materialize, scalars.draws))
+    scalars = scalars.replaced(draws=materialize(scalars.draws))
     ready = last_error = jnp.zeros(())
     leaves = list(zip(grads, states, strict=True))
     kinds = [v if state.is_factored else None for v, state in zip(views, states, strict=True)]

@@ -12,13 +12,7 @@ import optax
 
 from adapprox_jax.argument_checks import check_state
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
-from adapprox_jax.linalg.random_start import (
-    RandomStart,
-    check_key,
-    draw_start,
-    require_key,
-    wrapped_key,
-)
+from adapprox_jax.linalg.random_start import check_key, key_data, wrapped_key
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
@@ -135,13 +129,13 @@ def scale_with(
 ) -> optax.GradientTransformation:
     """`scale_by_adapprox` with its arguments put together, and with the clip."""
     check_dimension_numbers(weight_dimension_numbers)
-    seed_or_key, key_impl = check_key(0 if key is None else key)
+    seed_or_data = check_key(0 if key is None else key)
 
     def init(params: optax.Params) -> ScaleByAdapproxState:
         leaves = Leaves.of(params, "parameter")
         views = views_of(weight_dimension_numbers, leaves)
         # A new array: states are donated.
-        data = jnp.array(jax.random.key_data(require_key(seed_or_key)))
+        data = key_data(seed_or_data)
         return init_state(leaves, views, data, settings.rank, settings.storage)
 
     def update(
@@ -156,7 +150,7 @@ def scale_with(
         for name, grad, view, last in zip(leaves.names, grads, views, lasts, strict=True):
             check_leaf(name, grad, view, last)
         count = optax.safe_increment(state.count)
-        key = jax.random.fold_in(wrapped_key(state.key, key_impl), count)
+        key = jax.random.fold_in(wrapped_key(state.key), count)
         with using_mesh_of(grads):
             draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
             scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
@@ -175,19 +169,19 @@ def scale_with(
 
 def _draw_for_all(
     key: jax.Array, grads: Sequence[jax.Array], leaves: Sequence[LeafState], subspace: Subspace
-) -> tuple[RandomStart, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None]:
     """The random numbers of a step, the same for all leaves.
 
-    Starts, in the widest type of the gradients, and bits where a leaf has factors in bfloat16.
+    Normal numbers (width, n) for starts, in the widest type of the gradients. And bits, if a leaf
+    has factors in bfloat16.
     """
     factors = [(leaf.q, leaf.u) for leaf in leaves if leaf.is_factored]
     longest = max((u.shape[-2] for _, u in factors), default=1)
     widths = (subspace.width(q.shape[-1], q.shape[-2]) for q, _ in factors)
     dtype = wide_dtype(*(grad.dtype for grad in grads))
-    start = draw_start(key, longest, max(widths, default=1), dtype)
+    normals = jax.random.normal(key, (max(widths, default=1), longest), dtype)
     rounded = [q.shape[-1] for q, _ in factors if q.dtype == jnp.bfloat16]
     if not rounded:
-        return start, None
-    # Not one of the keys that the starts are drawn with.
+        return normals, None
     shape = (2, longest, max(rounded))
-    return start, jax.random.bits(jax.random.fold_in(key, 2), shape, jnp.uint16)
+    return normals, jax.random.bits(jax.random.fold_in(key, 2), shape, jnp.uint16)

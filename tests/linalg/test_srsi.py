@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import adapprox_jax
-from adapprox_jax.linalg import orthonormalize, random_start
+from adapprox_jax.linalg import orthonormalize
 from adapprox_jax.linalg import srsi as low_rank
 from adapprox_jax.linalg.products import contract, matmul, outer
 from adapprox_jax.linalg.tiles import in_tiles
@@ -175,33 +175,6 @@ def test_nothing_is_ever_non_finite(programs):
     check()
 
 
-def test_wider_starts_begin_alike():
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def start(width, drawn_width):
-        drawn = random_start.draw_start(jax.random.key(3), 90, drawn_width)
-        narrow = random_start.start_columns(drawn, width, jnp.float32, 50)
-        return narrow, random_start.start_columns(drawn, width, jnp.float32)
-
-    for first, all_ in zip(start(20, 20), start(300, 600), strict=True):
-        np.testing.assert_array_equal(first, np.asarray(all_)[:, :20])
-    for first, all_ in zip(start(4, 4), start(20, 20), strict=True):
-        np.testing.assert_array_equal(first, np.asarray(all_)[:, :4])
-
-
-def test_columns_of_a_start_are_standard_normal_and_uncorrelated():
-    n, width = 20000, 40
-
-    @jax.jit
-    def start_of(key):
-        drawn = random_start.draw_start(key, n, width)
-        return random_start.start_columns(drawn, width, jnp.float32)
-
-    start = np.asarray(start_of(jax.random.key(0)))
-    covariance = start.T @ start / n
-    np.testing.assert_allclose(covariance, np.eye(width), atol=5 / np.sqrt(n))
-    assert abs(np.mean(start**4) - 3) < 0.1
-
-
 @pytest.mark.parametrize("rank", [pytest.param(1, marks=slow), 12])
 def test_relative_error_is_true_down_to_1e_4(rank):
     """To 1 percent, where a difference of squared norms would be lost in float32."""
@@ -325,9 +298,7 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
 
     @jax.jit
     def factor(matrix):
-        drawn = random_start.draw_start(jax.random.key(2), columns, width)
-        start = random_start.start_columns(drawn, width, jnp.float32)
-        u = start
+        u = jax.random.normal(jax.random.key(2), (width, columns)).T
         for _ in range(iterations):
             [[q]] = orthonormalize.orthonormalize_qr([matmul(matrix, u)[None]])
             u = contract(matrix, q, 0)

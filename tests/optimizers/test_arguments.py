@@ -239,14 +239,13 @@ def test_a_decay_that_is_one_in_bfloat16_is_refused(make):
     assert state.hyperparams["b2"] == jnp.float32(0.95 if muon else 0.999)
 
 
-def test_random_keys_are_those_of_the_default_generator():
-    data = jax.random.key_data(jax.random.key(0, impl="rbg"))  # of four numbers
-    with pytest.raises(
-        ValueError, match=r"key is .*; allowed: an integer seed or a JAX random key"
-    ):
-        adapprox_jax.scale_by_adapprox(key=data)
-    typed = adapprox_jax.scale_by_adapprox(key=jax.random.key(0, impl="rbg"))
-    assert typed.init({"w": jnp.ones(3)}).key.shape == (4,)
+@pytest.mark.parametrize("typed", [False, True])
+def test_random_keys_are_of_any_generator(typed):
+    key = jax.random.key(0, impl="rbg")
+    tx = adapprox_jax.scale_by_adapprox(key=key if typed else jax.random.key_data(key))
+    assert tx.init({"w": jnp.ones(3)}).key.shape == (4,)  # numbers, where the default has two
+    with pytest.raises(ValueError, match=r"key is .*; allowed: an integer seed or a JAX"):
+        adapprox_jax.scale_by_adapprox(key=jnp.zeros(3, jnp.uint32))
 
 
 def test_static_args_are_arguments_and_those_that_decide_shapes_or_code():

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from adapprox_jax.linalg.random_start import draw_start
 from adapprox_jax.schedules import sigmoid_growth
 from adapprox_jax.settings import RankRule, Settings, Storage, Subspace, resolve_capacity
 from adapprox_jax.state.layout import LeafState
@@ -72,7 +71,7 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
     (rows, columns), capacity = matrix.shape, previous.q.shape[1]
     scalars = StepScalars(
         step=step,
-        draws=draw_start(jax.random.key(0), columns, subspace.width(capacity, rows)),
+        draws=jax.random.normal(jax.random.key(0), (subspace.width(capacity, rows), columns)),
         rounding=None,
         b2=0.999,
         eps=0.0,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax.linalg.random_start import draw_start
 from adapprox_jax.linalg.rounding import round_stochastically
 from adapprox_jax.settings import RankRule, Settings, Storage, Subspace
 from adapprox_jax.state.layout import LeafState
@@ -125,7 +124,7 @@ def test_the_factors_are_rounded_by_different_bits():
     largest = np.full((16, 4), 2**16 - 1, np.uint16)
     scalars = StepScalars(
         step=jnp.int32(1),
-        draws=draw_start(jax.random.key(0), 16, 4),
+        draws=jax.random.normal(jax.random.key(0), (4, 16)),
         rounding=jnp.stack([jnp.zeros_like(largest), largest]),
         b2=0.999,
         eps=0.0,
