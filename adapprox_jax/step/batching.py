@@ -71,15 +71,12 @@ def part(joined: Sequence[Sequence[Any]], grouping: Grouping) -> list[Any]:
 
 
 def together(
-    function: Callable[[list[Any]], Sequence[Any]],
-    trees: Sequence[Any],
-    *,
-    have_sides: bool = False,
+    function: Callable[[Any], Any], trees: Sequence[Any], *, have_sides: bool = False
 ) -> list[Any]:
-    """Calls a function of a list of stacks with those of one shape put together as one.
+    """Calls a function of a stack with stacks of one shape put together as one.
 
     Args:
-      function: Of a list of stacks of one type to as many results of the same leading sizes.
+      function: Of a stack to a tree of arrays of the same leading size.
       trees: Stacks, each an array or a tree of arrays with one leading axis.
       have_sides: As in `grouping_of`.
 
@@ -87,7 +84,7 @@ def together(
       The results in the order of the trees.
     """
     grouping = grouping_of(trees, have_sides=have_sides)
-    return part([function(groups) for groups in join(trees, grouping)], grouping)
+    return part([list(map(function, groups)) for groups in join(trees, grouping)], grouping)
 
 
 def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
@@ -98,13 +95,10 @@ def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > _SMALL}
     small = [i for i in range(len(stacks)) if i not in results]
 
-    def one_by_one(stacks: Sequence[jax.Array]) -> list[jax.Array]:
-        return [_sum(x) for x in stacks]
-
     def sums(platform: Platform, stacks: Sequence[jax.Array]) -> list[jax.Array]:
         if platform.sums_together:
-            return together(one_by_one, stacks, have_sides=True)
-        return one_by_one(stacks)
+            return together(_sum, stacks, have_sides=True)
+        return list(map(_sum, stacks))
 
     of_small = on_platform(sums, [stacks[i] for i in small])
     results.update(zip(small, of_small, strict=True))

@@ -36,8 +36,6 @@ from adapprox_jax.step.batching import (
 )
 from adapprox_jax.step.matrix import (
     Choice,
-    Errors,
-    ErrorTerms,
     Factors,
     Matrix,
     Plan,
@@ -95,13 +93,19 @@ def step_stacks(
     platform = plans[0].platform
     rounds = subspace.rounds
 
-    def orthonormalize(images: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        added = [parts.sum(axis=1) for parts in images]
+    def bases_and_units(images: Sequence[jax.Array]) -> Any:
+        grouping = grouping_of(images, have_sides=True)
+        joined = [
+            [parts.sum(axis=1) for parts in of_one_type] for of_one_type in join(images, grouping)
+        ]
         unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
-        bases = ORTHONORMALIZE[subspace.orthogonalization](added, rounds, unroll)
+        orthonormalize = partial(
+            ORTHONORMALIZE[subspace.orthogonalization], rounds=rounds, unroll=unroll
+        )
+        bases = part(list(map(orthonormalize, joined)), grouping)
         # A unit is known this early, so that no residual waits for another leaf's u.
-        units = [power_of_two_below(jnp.max(column_sizes(x), axis=(1, 2))) for x in added]
-        return list(zip(bases, units, strict=True))
+        units = part([list(map(_units, added)) for added in joined], grouping)
+        return bases, units
 
     sizes = _sizes([last.u for last in lasts], grads)
     scales = each(scale_of, plans, grads, [jnp.max(x, axis=1) for x in sizes])
@@ -113,14 +117,12 @@ def step_stacks(
         stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
     starts = each(start_of, plans, [last.u for last in lasts], sizes)
     images = sweep(image_of, plans, stacks, starts, like_u=1)
-    bases: Sequence[jax.Array]
-    bases, units = zip(*together(orthonormalize, images, have_sides=True), strict=True)
+    bases, units = bases_and_units(images)
     for _ in range(1, subspace.power_iterations):
         stacks, bases = _made_anew(plans, stacks, bases)
         us = sweep(project, plans, stacks, bases, like_q=1)
         starts = [jax.vmap(normalize)(u)[0] for u in us]
-        images = sweep(image_of, plans, stacks, starts, like_u=1)
-        bases, units = zip(*together(orthonormalize, images, have_sides=True), strict=True)
+        bases, units = bases_and_units(sweep(image_of, plans, stacks, starts, like_u=1))
     stacks, bases = _made_anew(plans, stacks, bases)
     us = sweep(project, plans, stacks, bases, like_q=1)
     factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
@@ -140,7 +142,7 @@ def step_stacks(
         residuals = _compared(residuals_of, found, kept)
     norms = _norms(kept, units)
     terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), norms, units)
-    errors = together(_errors, terms)
+    errors = together(errors_of, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     quotients = quotients or sweep(partial(quotient_of, read_once=True), plans, stacks)
     wide = (x.astype(wide_dtype(x.dtype)) for x in quotients)
@@ -207,19 +209,15 @@ def _turns(found: Found) -> list[jax.Array]:
     """What puts columns in order of falling singular value."""
     pairs = zip(found.factors, found.units, strict=True)
     grams = [jax.vmap(gram_of)(u, unit) for (_, u), unit in pairs]
-    return together(lambda groups: [principal_turn(group) for group in groups], grams)
+    return together(principal_turn, grams)
 
 
 def _turned(factors: Sequence[Factors], choices: Sequence[Choice]) -> list[Factors]:
     """Factors after their turns, if there are any."""
-
-    def products(groups: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [jax.vmap(turned)(x, turn) for x, turn in groups]
-
     results = list(factors)
     turns = {i: choice.turn for i, choice in enumerate(choices) if choice.turn is not None}
     pairs = [(x, turn) for i, turn in turns.items() for x in factors[i]]
-    in_order = together(products, pairs, have_sides=True)
+    in_order = together(lambda pair: jax.vmap(turned)(*pair), pairs, have_sides=True)
     for i, q, u in zip(turns, in_order[::2], in_order[1::2], strict=True):
         results[i] = Factors(q, u)
     return results
@@ -233,19 +231,15 @@ def _norms(factors: Sequence[Factors], units: Sequence[jax.Array]) -> list[jax.A
     return [jnp.sqrt(x) for x in sums_of(squares)]
 
 
-def _errors(groups: list[ErrorTerms]) -> list[Errors]:
-    """`errors_of` of stacks."""
-    return [errors_of(group) for group in groups]
+def _units(images: jax.Array) -> jax.Array:
+    """Powers of two about as large as the largest entry of each image."""
+    return power_of_two_below(jnp.max(column_sizes(images), axis=(1, 2)))
 
 
 def _sizes(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
     """The largest magnitude in each column, in the type that its gradient is worked in."""
-
-    def sizes(groups: list[jax.Array]) -> list[jax.Array]:
-        return [jnp.max(jnp.abs(x), axis=1) for x in groups]
-
     wide = [x.astype(wide_dtype(grad.dtype)) for x, grad in zip(arrays, grads, strict=True)]
-    return together(sizes, wide, have_sides=True)
+    return together(lambda x: jnp.max(jnp.abs(x), axis=1), wide, have_sides=True)
 
 
 def _with_target(plan: Plan, stack: Matrix) -> Matrix:

@@ -120,7 +120,7 @@ def _of_stacks(
         on_mesh = is_compilers_mesh()
         for some in pools(names, stacks, group) if on_mesh else _batches(platform, stacks, group):
             # In the type of products here already: half of what is moved and put together.
-            members = [_as_operand(stacks[i], platform) for i in some]
+            members = [stacks[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some]
             if last is not None:
                 members[0] = begin_behind(platform, last, members[0])
             if on_mesh:
@@ -129,18 +129,12 @@ def _of_stacks(
                 of_members = unstacked(work(jnp.concatenate(members)), places[: len(members)])
                 done = [x[None] for x in of_members]
             else:
-                done = together(partial(_each_stack, work), members)
+                done = together(work, members)
             last = done[0]
             for i, x in zip(some, done, strict=True):
                 longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
                 results[i] = x.astype(stacks[i].dtype) * math.sqrt(longest)
     return results
-
-
-def _each_stack(
-    work: Callable[[jax.Array], jax.Array], stacks: Sequence[jax.Array]
-) -> list[jax.Array]:
-    return list(map(work, stacks))
 
 
 def _each_part(
@@ -194,7 +188,3 @@ def _in_turn(steps: int, platform: Platform, stack: jax.Array) -> jax.Array:
     batches = stack[:whole].reshape(-1, at_once, *stack.shape[1:])
     done = jax.lax.map(of_some, batches).reshape(whole, *stack.shape[1:])
     return done if whole == len(stack) else jnp.concatenate([done, of_some(stack[whole:])])
-
-
-def _as_operand(stack: jax.Array, platform: Platform) -> jax.Array:
-    return stack.astype(platform.directions_dtype or stack.dtype)
