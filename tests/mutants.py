@@ -105,7 +105,7 @@ NAMED = {
     ),
     "orthogonalizations that do not wait": Mutant(
         "transforms/orthogonalize.py",
-        "members[0] = begin_behind(platform, last, members[0])",
+        "members[0] = begin_after(platform, last[:, 0], members[0])",
         "pass",
         "tests/transforms tests/optimizers",
     ),

@@ -16,7 +16,7 @@ from adapprox_jax.linalg.tiles import in_tiles, tile_count
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding
 from adapprox_jax.step.matrix import Matrix, Plan
 from adapprox_jax.step.platform import Platform, on_platform
-from adapprox_jax.step.xla_order import begin_behind_barrier
+from adapprox_jax.step.xla_order import begin_after
 
 _SMALL = 10**5  # numbers of an array that may be copied
 
@@ -160,7 +160,7 @@ def sweep(
     for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
         if results and not plan.platform.leaf_after_leaf:
             done = jax.tree.leaves(results[-1])[0]
-            stack = stack._replace(q=begin_behind_barrier(done, stack.q))
+            stack = stack._replace(q=begin_after(plan.platform, done, stack.q))
         tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)
         tiled = function if tiles == 1 else _Tiled(function, tiles, like_q, like_u)
         count = matrices_at_once(plan.platform, stack.grad.shape)

@@ -78,7 +78,7 @@ def _leaf_after_leaf(
     """One step for one leaf after the other, so that the intermediates of few are in memory."""
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     scalars = scalars.replaced(draws=materialize(scalars.draws))
-    ready = last_error = jnp.zeros(())
+    done, last_error = jnp.zeros(2), jnp.zeros(())
     leaves = list(zip(grads, states, strict=True))
     kinds = [v if state.is_factored else None for v, state in zip(views, states, strict=True)]
     groups = alike(leaves, kinds)
@@ -88,7 +88,7 @@ def _leaf_after_leaf(
         if len(group) > 1:
             (grad, state), view = stacked([leaves[i] for i in group]), view.stacked()
         if state.is_factored:
-            state = state._replace(q=begin_after(ready, state.q))
+            state = state._replace(q=begin_after(static["platform"], done, state.q))
         stepped = _together(scalars, [grad], [state], views=(view,), **static)
         [(scaled, new, squares)] = stepped
         if len(group) > 1:
@@ -98,8 +98,8 @@ def _leaf_after_leaf(
         if squares is not None:
             # A leaf waits for the last quotient of the one before it and the factors of the one
             # before that: small decompositions run beside the next leaf's products.
-            ready = jnp.minimum(jnp.sum(squares).astype(jnp.float32), last_error)
-            last_error = jnp.max(new.error)
+            done = jnp.stack([jnp.sum(squares).astype(jnp.float32), last_error])
+            last_error = jnp.max(new.error).astype(jnp.float32)
     return [results[i] for i in range(len(grads))]
 
 

@@ -7,31 +7,24 @@ from adapprox_jax.sharding.axes import devices_in_use, varies_no_more
 from adapprox_jax.step.platform import Platform, on_platform
 
 
-def begin_after(ready: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, once `ready`, which is never negative, is known.
+def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
+    """The array, once `done` is there.
 
-    Without it XLA works on all leaves at once and holds the intermediates of all of them; on CPUs
-    it ignores `optimization_barrier` there. Within `jax.shard_map` nothing waits where `ready`
-    varies over devices and the array does not: it would come to vary, too.
+    Without it XLA works on all leaves at once and holds the intermediates of all of them. On CPUs
+    it ignores `optimization_barrier`, so that a sum has to tell. Within `jax.shard_map` nothing
+    waits if `done` varies over devices and the array does not: it would come to vary, too.
+
+    Args:
+      platform: The one in use.
+      done: At least two numbers, few on CPUs: of one XLA knows that its square is never negative.
+      array: Any.
     """
-    waits = varies_no_more(ready, array)
-    return jnp.where(ready < 0, 0, array).astype(array.dtype) if waits else array
-
-
-def begin_behind_barrier(done: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, once `done` is there: `begin_after` for accelerators, which heed barriers."""
-    waits = varies_no_more(done, array)
-    return jax.lax.optimization_barrier((done, array))[1] if waits else array
-
-
-def begin_behind(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, once matrices (batch, m, n) are there: `begin_after` or a barrier, by platform.
-
-    A row of each matrix tells, because a batch of matrices is done all at once.
-    """
-    if platform.leaf_after_leaf:
-        return begin_after(jnp.sum(jnp.abs(done[:, 0])).astype(jnp.float32), array)
-    return begin_behind_barrier(done, array)
+    if not varies_no_more(done, array):
+        return array
+    if not platform.leaf_after_leaf:
+        return jax.lax.optimization_barrier((done, array))[1]
+    ready = jnp.sum(jnp.square(done.astype(jnp.float32)))
+    return jnp.where(ready < 0, 0, array).astype(array.dtype)
 
 
 def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
@@ -46,11 +39,8 @@ def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
     """
 
     def wait(platform: Platform, update: jax.Array, array: jax.Array) -> jax.Array:
-        if not platform.leaf_after_leaf:
-            return array
-        # Of two numbers: of one XLA knows that its square is never negative.
-        some = update[(0,) * (update.ndim - 1)][:2].astype(jnp.float32)
-        return begin_after(jnp.sum(jnp.square(some)), array)
+        some = update[(0,) * (update.ndim - 1)][:2]
+        return begin_after(platform, some, array) if platform.leaf_after_leaf else array
 
     if devices_in_use() > 1:
         return array

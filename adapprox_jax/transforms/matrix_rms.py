@@ -100,15 +100,12 @@ def _transformation(
 ) -> optax.GradientTransformation:
     """Divides each matrix by a function of the mean of its squares."""
 
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+    def divided(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
         leaves = Leaves.of(updates, "update")
         axes = [view.axes for view in views_of(weight_dimension_numbers, leaves)]
-        return leaves.filled(_divided(leaves.arrays, axes, divisor)), state
+        return leaves.filled(_divided(leaves.arrays, axes, divisor))
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.stateless(divided)
 
 
 def _divided(

@@ -23,7 +23,7 @@ from adapprox_jax.sharding.matrix_exchange import each_on_one_device, pools
 from adapprox_jax.step.alike import MANY, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of, together
 from adapprox_jax.step.platform import Platform, on_platform
-from adapprox_jax.step.xla_order import begin_behind
+from adapprox_jax.step.xla_order import begin_after
 
 
 def orthogonalize(
@@ -58,10 +58,7 @@ def orthogonalize(
     require_integer("steps", steps, 1)
     check_dimension_numbers(weight_dimension_numbers)
 
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
-        del params
+    def directions(updates: optax.Updates, _: optax.Params | None) -> optax.Updates:
         leaves = Leaves.of(updates, "update")
         arrays = [jnp.asarray(x) for x in leaves.arrays]
         views = views_of(weight_dimension_numbers, leaves)
@@ -74,9 +71,9 @@ def orthogonalize(
         with using_mesh_of(arrays):
             of_leaves = partial(_of_leaves, leaves.names, views, steps)
             results = with_automatic_axes(of_leaves, arrays)(arrays)
-        return leaves.filled(results), state
+        return leaves.filled(results)
 
-    return optax.GradientTransformation(optax.init_empty_state, update)
+    return optax.stateless(directions)
 
 
 def _of_leaves(
@@ -122,7 +119,8 @@ def _of_stacks(
             # In the type of products here already: half of what is moved and put together.
             members = [stacks[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some]
             if last is not None:
-                members[0] = begin_behind(platform, last, members[0])
+                # A row of each matrix tells, because a batch of matrices is done all at once.
+                members[0] = begin_after(platform, last[:, 0], members[0])
             if on_mesh:
                 done = each_on_one_device(work, [names[i] for i in some], members)
             elif places and len(members) >= MANY and set(map(len, members)) == {1}:

@@ -95,6 +95,13 @@ def test_bias_correction_needs_a_number():
         "clipping_threshold is None and bias_correction is False; allowed: a threshold or",
     )
 
+    @jax.jit
+    def with_a_traced_decay(x):
+        tx = adapprox_jax.adapprox(1e-3, b2=lambda t: 1 - x / t, clipping_threshold=None)
+        return tx.init(PARAMS)
+
+    with_a_traced_decay(1.0)
+
 
 def test_leaves_that_are_no_arrays_of_floats_are_named():
     tx = adapprox_jax.adapprox(1e-3)
