@@ -30,7 +30,10 @@ from adapprox_jax.transforms.stochastic_rounding import (
     StochasticRoundingState,
     stochastic_rounding,
 )
-from adapprox_jax.transforms.weight_decay import add_cautious_weight_decay
+from adapprox_jax.transforms.weight_decay import (
+    CautiousWeightDecayState,
+    add_cautious_weight_decay,
+)
 
 __version__ = "0.2.0"
 
@@ -38,6 +41,7 @@ __all__ = [
     "MUON_STATIC_ARGS",
     "PAPER",
     "STATIC_ARGS",
+    "CautiousWeightDecayState",
     "GuidedEmaState",
     "MatrixDimensionNumbers",
     "RankInfo",
