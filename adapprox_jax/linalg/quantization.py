@@ -51,9 +51,9 @@ def quantize(
 
     Examples:
       >>> import jax.numpy as jnp, adapprox_jax
-      >>> codes, scales = adapprox_jax.quantize(jnp.linspace(-1, 1, 5))
-      >>> print(adapprox_jax.dequantize(codes, scales, (5,)))
-      [-1.         -0.49836066  0.          0.49836066  1.        ]
+      >>> codes, scales = adapprox_jax.quantize(jnp.array([-1.0, -0.5, 0.0, 0.5]))
+      >>> codes, scales
+      (Array([-128,  -77,    0,   77], dtype=int8), Array([1], dtype=bfloat16))
 
     Source: block-wise quantization of optimizer states, Dettmers et al., 2022; a quotient instead
     of their table of codes.
@@ -164,9 +164,9 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
 
     Examples:
       >>> import jax.numpy as jnp, adapprox_jax
-      >>> codes, scales = adapprox_jax.quantize(jnp.array([3.0, -3.0, 0.0]), bits=4)
+      >>> codes, scales = adapprox_jax.quantize(jnp.array([-3.0, 1.5, 0.0]), bits=4)
       >>> print(adapprox_jax.dequantize(codes, scales, (3,)))
-      [ 3. -3.  0.]
+      [-3.         1.5789474  0.       ]
     """
     if not isinstance(shape, tuple) or not shape:
         raise ValueError(f"shape is {shape!r}; allowed: a tuple of at least one integer.")
