@@ -111,7 +111,10 @@ def _checked_schedule(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarO
 
 
 def _checked_mask(mask: Any) -> Callable[[Any], Any] | None:
-    """A function from the parameters to a mask that fits them; what is no mask Optax would take."""
+    """A function from the parameters to a mask that fits them; None for none.
+
+    Optax would take for True what is no boolean.
+    """
     if not callable(mask):
         require_booleans("mask", mask)
     return None if mask is None else partial(spread_booleans, "mask", mask)
