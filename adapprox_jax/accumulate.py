@@ -51,7 +51,15 @@ def accumulate(
     count = _count_of(batches)
     one = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[0], x), batches)
     of_params = Leaves.of(params, "parameter")
-    value_like, like = _pair(jax.eval_shape(function, params, one), of_params)
+    found = jax.eval_shape(function, params, one)
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise ValueError(
+            f"function gave a {type(found).__name__}; allowed: a pair of value and gradients, as"
+            " jax.value_and_grad(loss) gives it."
+        )
+    value_like, gradients_like = found
+    Leaves.of(value_like, "value")
+    like = fitting(gradients_like, of_params, "gradient")
 
     def add(sums: Any, batch: Any) -> tuple[Any, None]:
         total, kept = sums
@@ -83,18 +91,6 @@ def _stored(total: jax.Array, dtype: np.dtype) -> tuple[jax.Array, ...]:
 
 def _sum_of(kept: tuple[jax.Array, ...]) -> jax.Array:
     return joined(*kept) if len(kept) == 2 else kept[0]
-
-
-def _pair(given: Any, params: Leaves) -> tuple[Any, Leaves]:
-    """Value and gradients of a function, if it gives what `jax.value_and_grad` gives."""
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise ValueError(
-            f"function gave a {type(given).__name__}; allowed: a pair of value and gradients, as"
-            " jax.value_and_grad(loss) gives it."
-        )
-    value, gradients = given
-    Leaves.of(value, "value")
-    return value, fitting(gradients, params, "gradient")
 
 
 def _count_of(batches: Any) -> int:

@@ -22,7 +22,7 @@ from adapprox_jax.optimizers.adapprox_muon import adapprox_muon
 from adapprox_jax.params.hidden_matrices import hidden_matrices
 from adapprox_jax.params.model_shapes import KNOWN_MODELS, Shapes, shapes_of
 from adapprox_jax.sharding.state_shardings import state_shardings
-from adapprox_jax.state.report import shaped_nbytes, state_nbytes
+from adapprox_jax.state.report import shaped_nbytes
 from adapprox_jax.transforms.split_weights import split_weights
 
 DEVICES = (16, 24, 80, 95)  # GB of their memory, of 10^9 bytes each
@@ -40,7 +40,6 @@ next. State per parameter is that of all devices."""
 _RATE = 1e-3
 _TYPES = ("float32", "bfloat16")
 _SPLIT = "split"  # bfloat16 with remainders in the state
-_UNITS = {"GB": 10**9, "MB": 10**6}
 
 
 def _muon() -> optax.GradientTransformation:
@@ -100,55 +99,49 @@ def training_memory(
     """
     require_choice("weights", weights, (*_TYPES, _SPLIT))
     require_choice("gradients", gradients, (None, *_TYPES))
-    sizes = mesh or {}
-    specs = {path: _spec(shape, sizes) for path, shape in shapes.items()}
+    sizes = mesh or {"device": 1}
+    on = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    shardings = {path: NamedSharding(on, _spec(shape, sizes)) for path, shape in shapes.items()}
     for axis, size in sizes.items():
-        if size > 1 and not any(axis in spec for spec in specs.values()):
+        if size > 1 and not any(axis in sharding.spec for sharding in shardings.values()):
             raise ValueError(
                 f"the mesh has {axis}={size}, and no parameter has a side left that {size} divides;"
                 " allowed: numbers of devices that divide one."
             )
 
-    on = AbstractMesh(tuple(sizes.values()), tuple(sizes)) if sizes else None
-
-    def abstract(path: str, dtype: str) -> jax.ShapeDtypeStruct:
-        sharding = None if on is None else NamedSharding(on, PartitionSpec(*specs[path]))
-        return jax.ShapeDtypeStruct(shapes[path], dtype, sharding=sharding)
+    def abstract(dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            path: jax.ShapeDtypeStruct(shapes[path], dtype, sharding=sharding)
+            for path, sharding in shardings.items()
+        }
 
     dtype = "bfloat16" if weights == _SPLIT else weights
-    params = {path: abstract(path, dtype) for path in shapes}
-    grads = {path: abstract(path, gradients or dtype) for path in shapes}
+    params, grads = abstract(dtype), abstract(gradients or dtype)
     found = {}
     for name, make in OPTIMIZERS.items():
         tx = split_weights(make()) if weights == _SPLIT else make()
-        state = _state_nbytes(tx, params, bool(sizes))
-        found[name] = Memory(_nbytes(params), _nbytes(grads), state)
+        state = jax.eval_shape(tx.init, params)
+        of_state = _nbytes(state, state_shardings(tx, params))
+        found[name] = Memory(_nbytes(params, shardings), _nbytes(grads, shardings), of_state)
     return found
 
 
-def _spec(shape: tuple[int, ...], sizes: dict[str, int]) -> list[str | None]:
+def _spec(shape: tuple[int, ...], sizes: dict[str, int]) -> PartitionSpec:
     spec: list[str | None] = [None] * len(shape)
     for axis, devices in sizes.items():
         free = [i for i, taken in enumerate(spec) if taken is None and shape[i] % devices == 0]
         if free and devices > 1:
             spec[max(free, key=lambda i: shape[i])] = axis
-    return spec
+    return PartitionSpec(*spec)
 
 
-def _nbytes(tree: Any) -> int:
-    return sum(_shard_nbytes(leaf, leaf.sharding) for leaf in jax.tree.leaves(tree))
+def _nbytes(tree: Any, shardings: Any) -> int:
+    """Bytes of a tree of abstract arrays on each device."""
 
+    def nbytes(leaf: Any, sharding: NamedSharding) -> int:
+        return shaped_nbytes(sharding.shard_shape(leaf.shape), leaf.dtype)
 
-def _state_nbytes(tx: optax.GradientTransformation, params: Any, is_divided: bool) -> int:
-    if not is_divided:
-        return state_nbytes(tx, params)
-    state, shardings = jax.eval_shape(tx.init, params), state_shardings(tx, params)
-    return sum(jax.tree.leaves(jax.tree.map(_shard_nbytes, state, shardings)))
-
-
-def _shard_nbytes(leaf: Any, sharding: NamedSharding | None) -> int:
-    shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-    return shaped_nbytes(shape, leaf.dtype)
+    return sum(jax.tree.leaves(jax.tree.map(nbytes, tree, shardings)))
 
 
 def _record(memory: Memory, parameters: int, devices: int) -> dict[str, Any]:
@@ -161,17 +154,17 @@ def _record(memory: Memory, parameters: int, devices: int) -> dict[str, Any]:
     }
 
 
-def _unit(records: dict[str, dict[str, Any]]) -> str:
+def _unit(records: dict[str, dict[str, Any]]) -> tuple[str, int]:
     largest = max(record["sum"] for record in records.values())
-    return "GB" if largest >= _UNITS["GB"] else "MB"
+    return ("GB", 10**9) if largest >= 10**9 else ("MB", 10**6)
 
 
 def _table(records: dict[str, dict[str, Any]]) -> str:
-    unit, parts = _unit(records), (*Memory._fields, "sum")
+    (unit, size), parts = _unit(records), (*Memory._fields, "sum")
     rows = [[unit, *parts, "state per parameter", "fits in"]]
     for name, record in records.items():
-        sizes = [f"{record[part] / _UNITS[unit]:.2f}" for part in parts]
-        fits = ", ".join(size.removesuffix(" GB") for size, fits in record["fits"].items() if fits)
+        sizes = [f"{record[part] / size:.2f}" for part in parts]
+        fits = ", ".join(on.removesuffix(" GB") for on, fits in record["fits"].items() if fits)
         rows.append([name, *sizes, f"{record['state_bytes_per_parameter']:.2f} bytes", fits or "-"])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
@@ -184,11 +177,11 @@ def _plot(records: dict[str, dict[str, Any]], title: str, file: str) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: `pip install matplotlib`.") from error
-    unit, left = _unit(records), [0.0] * len(records)
+    (unit, size), left = _unit(records), [0.0] * len(records)
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     for part in Memory._fields:
-        widths = [record[part] / _UNITS[unit] for record in records.values()]
+        widths = [record[part] / size for record in records.values()]
         axes.barh(list(records), widths, left=left, label=part)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()

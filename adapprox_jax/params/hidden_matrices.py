@@ -6,12 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 import optax
 
-from adapprox_jax.params.boxes import is_box, unbox
 from adapprox_jax.params.known_axes import KnownAxes, known_axes
-from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.leaves import Leaves, spread_booleans
 from adapprox_jax.params.matrix_view import MatrixView, fused_shape, view_shape
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 
@@ -122,26 +120,16 @@ def resolve_selection(
     """
     if orthogonalized is None:
         return hidden_matrices(params, weight_dimension_numbers)
-    given = orthogonalized(params) if callable(orthogonalized) else orthogonalized
-    allowed = (
-        "None, a tree of booleans that is a prefix of the parameters, or a function of the"
-        " parameters to one"
-    )
-    leaves = Leaves.of(params)
-    try:
-        flags = [unbox(flag) for flag in leaves.spread(given, is_box)]
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"orthogonalized is {given!r:.200}; allowed: {allowed}.") from error
+    chosen = spread_booleans("orthogonalized", orthogonalized, params)
+    leaves, flags = Leaves.of(params), jax.tree.leaves(chosen)
     views = views_of(weight_dimension_numbers, leaves)
     for name, leaf, flag, view in zip(leaves.names, leaves.arrays, flags, views, strict=True):
-        if not isinstance(flag, bool | np.bool_):
-            raise ValueError(f"orthogonalized has {flag!r:.60} at {name}; allowed: {allowed}.")
         if flag and not view.is_matrix:
             raise ValueError(
                 f"orthogonalized names {name} of shape {leaf.shape}; allowed: leaves with rows and"
                 " columns."
             )
-    return leaves.structure.unflatten(flags)
+    return chosen
 
 
 def _matrices(shape: tuple[int, ...], view: MatrixView) -> str:

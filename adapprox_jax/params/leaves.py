@@ -69,15 +69,19 @@ class Leaves:
         boxed = [rebox(box, array) for box, array in zip(self.boxed, arrays, strict=True)]
         return self.structure.unflatten(boxed)
 
-    def spread(self, prefix: Any, is_leaf: Callable[[Any], bool]) -> list[Any]:
+    def spread(
+        self, name: str, prefix: Any, is_leaf: Callable[[Any], bool], allowed: str
+    ) -> list[Any]:
         """For each leaf its entry in a tree that is a prefix of this one.
 
         Args:
+          name: Of the argument, for the message.
           prefix: A tree of entries, or a single entry for all leaves.
           is_leaf: Whether something is an entry.
+          allowed: What is allowed, in words.
 
         Raises:
-          ValueError or TypeError: It is no prefix.
+          ValueError: It is no prefix.
         """
         entries: list[Any] = []
 
@@ -85,7 +89,10 @@ class Leaves:
             count = len(jax.tree.leaves(subtree, is_leaf=is_box))
             entries.extend([entry] * count)
 
-        jax.tree.map(add, prefix, self.tree, is_leaf=is_leaf)
+        try:
+            jax.tree.map(add, prefix, self.tree, is_leaf=is_leaf)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{name} is {prefix!r:.200}; allowed: {allowed}.") from error
         return entries
 
     def matching(self, tree: Any, what: str = "the updates") -> "Leaves":
@@ -142,6 +149,39 @@ def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
                 " weight."
             )
     return found
+
+
+_BOOLEANS = (
+    "None, a tree of booleans that is a prefix of the parameters, or a function of the parameters"
+    " to such a tree"
+)
+
+
+def require_booleans(name: str, tree: Any) -> None:
+    """Raises ValueError where a leaf of a tree, in a box or not, is no boolean that is known."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_flag = isinstance(leaf, bool) or getattr(leaf, "dtype", None) == np.bool_
+        if not is_flag or np.shape(leaf) or isinstance(leaf, jax.core.Tracer):
+            raise ValueError(f"{name} has {leaf!r:.60} at {leaf_name(path)}; allowed: {_BOOLEANS}.")
+
+
+def spread_booleans(name: str, given: Any, params: Any) -> Any:
+    """A tree like the parameters with a boolean for each leaf.
+
+    Args:
+      name: Of the argument, for messages.
+      given: A tree of booleans that is a prefix of the parameters, or a function to such a tree.
+      params: The parameters, boxed or not.
+
+    Raises:
+      ValueError: It is something else.
+    """
+    leaves = Leaves.of(params)
+    if callable(given):
+        name, given = f"{name}(params)", given(params)
+    require_booleans(name, given)
+    flags = leaves.spread(name, given, is_box, _BOOLEANS)
+    return leaves.structure.unflatten([bool(unbox(flag)) for flag in flags])
 
 
 def as_tuple(arrays: Iterable[Any], has_leaves: bool) -> tuple[Any, ...] | jax.Array:

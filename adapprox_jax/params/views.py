@@ -26,13 +26,11 @@ def views_of(
     if callable(given):
         given = given(leaves.tree)
         check_dimension_numbers(given)
-    try:
-        spread = leaves.spread(given, _is_numbers)
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"weight_dimension_numbers is {given!r:.200}; allowed: None, MatrixDimensionNumbers, a"
-            " tree of them that is a prefix of the parameters, or a function to such a tree."
-        ) from error
+    allowed = (
+        "None, MatrixDimensionNumbers, a tree of them that is a prefix of the parameters, or a"
+        " function to such a tree"
+    )
+    spread = leaves.spread("weight_dimension_numbers", given, _is_numbers, allowed)
     # A function mapped over boxed parameters leaves its results in the boxes.
     numbers = [content(x) if is_node(x) else x for x in spread]
     if isinstance(given, MatrixDimensionNumbers):  # of all matrices: vectors have none

@@ -91,14 +91,10 @@ def state_specs(tx: optax.GradientTransformation, params: optax.Params, specs: A
     """
     require_transformation("tx", tx)
     leaves = Leaves.of(params)
-    try:
-        spread = leaves.spread(specs, _is_spec)
-    except (ValueError, TypeError):
-        spread = [None]
-    for spec in spread:
-        if not isinstance(spec, PartitionSpec):
-            allowed = "a tree of jax.sharding.PartitionSpecs that is a prefix of the parameters"
-            raise ValueError(f"specs is {specs!r:.200}; allowed: {allowed}.")
+    allowed = "a tree of jax.sharding.PartitionSpecs that is a prefix of the parameters"
+    spread = leaves.spread("specs", specs, _is_spec, allowed)
+    if not all(map(_is_spec, spread)):
+        raise ValueError(f"specs is {specs!r:.200}; allowed: {allowed}.")
     axes = dict.fromkeys(name for spec in spread for name in _names(spec))
     return _specs_on(dict.fromkeys(axes, 1), tx, params, leaves.structure.unflatten(spread))
 
@@ -173,7 +169,7 @@ def _names(spec: PartitionSpec) -> list[str]:
 
 
 def _is_spec(x: Any) -> bool:
-    return x is None or isinstance(x, PartitionSpec)
+    return isinstance(x, PartitionSpec)
 
 
 def _named_sharding(leaf: Any) -> NamedSharding | None:

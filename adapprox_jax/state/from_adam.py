@@ -1,6 +1,5 @@
 """An Adam state turned into an Adapprox state, for runs and checkpoints that began with Adam."""
 
-import dataclasses
 from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
@@ -102,44 +101,54 @@ def from_adam(
     require_flag("bias_correction", bias_correction)
     require_choice("approximate", approximate, tuple(APPROXIMATIONS))
     check_dimension_numbers(weight_dimension_numbers)
-    moments = _moments_of(adam_state, params, b1, b2, eps)
-    last_update = moments.last_update()
-    share = 1 - b1 ** int(moments.count) if nesterov else 1.0
-    nu = moments.nu if bias_correction else moments.unbiased_nu()
-    second = _SecondMoments(nu, approximate, weight_dimension_numbers, require_key(key))
+    for name, decay in (("b1", b1), ("b2", b2)):
+        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    start = require_key(key)
+    adam = _adam_of(adam_state, params)
+    steps = int(adam.count)
 
-    def convert(node: Any) -> Any:
+    def unbiased(moment: dict[str, jax.Array], decay: float) -> Any:
+        return optax.tree.scale(1 / (1 - decay ** max(steps, 1)), moment)
+
+    mu, nu = unbiased(adam.mu, b1), unbiased(adam.nu, b2)
+    last_update = {name: mu[name] / (jnp.sqrt(nu[name]) + eps) for name in mu}
+    second = adam.nu if bias_correction else nu
+    share = 1 - b1**steps if nesterov else 1.0
+
+    def convert(node: Any, is_hidden: bool) -> Any:
         if _is_muon(node):
-            hidden, others = (node.inner_states[part] for part in (HIDDEN, OTHERS))
-            hidden = jax.tree.map(convert_hidden, hidden, is_leaf=_is_converted)
-            return optax.PartitionState({HIDDEN: hidden, OTHERS: convert_all(others)})
-        if isinstance(node, ScaleByAdapproxState):
-            return second.factored(node)
+            parts = {
+                part: convert_all(inner, is_hidden=part == HIDDEN)
+                for part, inner in node.inner_states.items()
+            }
+            return optax.PartitionState(parts)
         if isinstance(node, GuidedEmaState):
-            updates, _ = clip.update(_taken(last_update, node.mu), optax.EmptyState())
-            return kept(optax.tree.scale(share, updates), node)
+            if is_hidden:
+                average = _taken(adam.mu, node.mu)
+            else:
+                clipped, _ = clip.update(_taken(last_update, node.mu), optax.EmptyState())
+                average = optax.tree.scale(share, clipped)
+            stored = stored_average(average, node)
+            if not isinstance(node.left, tuple):
+                stored = stored._replace(left=jnp.float32(b1**steps))
+            return stored if isinstance(node.step, tuple) else stored._replace(step=adam.count)
+        if is_hidden:  # their second moments are of directions
+            return node
+        if isinstance(node, ScaleByAdapproxState):
+            return _factored(node, second, approximate, weight_dimension_numbers, start)
         if isinstance(node, optax.ScaleByAdamState):
-            mu = optax.tree.cast_like(_taken(moments.mu, node.mu), node.mu)
-            return node._replace(mu=mu, nu=_taken(moments.nu, node.nu))
+            average = optax.tree.cast_like(_taken(adam.mu, node.mu), node.mu)
+            return node._replace(mu=average, nu=_taken(adam.nu, node.nu))
         return node
 
-    def convert_hidden(node: Any) -> Any:
-        """The state of the directions of hidden matrices."""
-        return kept(_taken(moments.mu, node.mu), node) if isinstance(node, GuidedEmaState) else node
-
-    def kept(average: Any, node: GuidedEmaState) -> GuidedEmaState:
-        stored = stored_average(average, node)
-        if not isinstance(node.left, tuple):
-            stored = stored._replace(left=jnp.float32(b1 ** int(moments.count)))
-        return stored if isinstance(node.step, tuple) else stored._replace(step=moments.count)
-
-    def convert_all(tree: Any) -> Any:
-        return jax.tree.map(convert, tree, is_leaf=_is_converted)
+    def convert_all(tree: Any, is_hidden: bool = False) -> Any:
+        return jax.tree.map(partial(convert, is_hidden=is_hidden), tree, is_leaf=_is_converted)
 
     state = tx.init(params)
     _check_state(state)
     # New arrays: states are donated.
-    return jax.tree.map(jnp.array, _set_counts(convert_all(state), moments.count))
+    return jax.tree.map(jnp.array, _set_counts(convert_all(state), adam.count))
 
 
 def _is_muon(node: Any) -> bool:
@@ -193,39 +202,8 @@ def _counting() -> tuple[Any, ...]:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Moments:
-    """The averages of Adam by the paths of their leaves, and its settings."""
-
-    count: jax.Array
-    mu: dict[str, jax.Array]
-    nu: dict[str, jax.Array]
-    b1: float
-    b2: float
-    eps: float
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for the first setting that is out of range."""
-        for name, decay in (("b1", self.b1), ("b2", self.b2)):
-            require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
-        require("eps", self.eps, lambda x: x >= 0, "a number of at least 0")
-
-    def unbiased_nu(self) -> dict[str, jax.Array]:
-        """Second moments without their bias towards zero."""
-        return self._unbiased(self.nu, self.b2)
-
-    def last_update(self) -> dict[str, jax.Array]:
-        """What Adam subtracted last, but for its learning rate."""
-        mu, nu = self._unbiased(self.mu, self.b1), self.unbiased_nu()
-        return {name: mu[name] / (jnp.sqrt(nu[name]) + self.eps) for name in mu}
-
-    def _unbiased(self, moment: dict[str, jax.Array], decay: float) -> Any:
-        t = int(self.count)
-        return optax.tree.scale(1 / (1 - decay**t) if t else 1.0, moment)
-
-
-def _moments_of(state: Any, params: optax.Params, b1: float, b2: float, eps: float) -> _Moments:
-    """The averages of the one Adam in a state.
+def _adam_of(state: Any, params: optax.Params) -> optax.ScaleByAdamState:
+    """The one state of Adam in a state, with its averages by the paths of their leaves.
 
     Raises:
       ValueError: There is not one, its arrays are traced, or of other shapes than the parameters.
@@ -250,7 +228,7 @@ def _moments_of(state: Any, params: optax.Params, b1: float, b2: float, eps: flo
                 f"{name}: average and second moment in adam_state have shape {leaf.shape};"
                 f" expected {expected}."
             )
-    return _Moments(adam.count, mu, nu, b1, b2, eps)
+    return adam._replace(mu=mu, nu=nu)
 
 
 def _taken(moments: dict[str, jax.Array], like: Any) -> Any:
@@ -262,27 +240,21 @@ def _taken(moments: dict[str, jax.Array], like: Any) -> Any:
     return leaves.filled([moments[name] for name in leaves.names])
 
 
-@dataclasses.dataclass(frozen=True)
-class _SecondMoments:
-    """Dense second moments by the paths of their leaves, and how they are to be kept."""
+def _factored(
+    state: ScaleByAdapproxState,
+    second: dict[str, jax.Array],
+    approximate: Approximate,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    key: jax.Array,
+) -> ScaleByAdapproxState:
+    """A state that stands for dense second moments, given by the paths of their leaves."""
+    leaves = Leaves.of(_taken(second, second_moments(state).tree))
+    views = views_of(weight_dimension_numbers, leaves)
+    lasts = leaf_states(state)
+    for name, nu, view, last in zip(leaves.names, leaves.arrays, views, lasts, strict=True):
+        check_leaf(name, nu, view, last, "second moment in adam_state")
 
-    nu: dict[str, jax.Array]
-    approximate: Approximate
-    weight_dimension_numbers: WeightDimensionNumbers
-    key: jax.Array
-
-    def factored(self, state: ScaleByAdapproxState) -> ScaleByAdapproxState:
-        """A state that stands for these second moments."""
-        leaves = Leaves.of(_taken(self.nu, second_moments(state).tree))
-        views = views_of(self.weight_dimension_numbers, leaves)
-        lasts = leaf_states(state)
-        for name, nu, view, last in zip(leaves.names, leaves.arrays, views, lasts, strict=True):
-            check_leaf(name, nu, view, last, "second moment in adam_state")
-        return with_leaf_states(
-            state, state.count, list(map(self._factored_leaf, leaves.arrays, views, lasts))
-        )
-
-    def _factored_leaf(self, nu: jax.Array, view: MatrixView, last: LeafState) -> LeafState:
+    def factored(nu: jax.Array, view: MatrixView, last: LeafState) -> LeafState:
         if not last.is_factored:
             return last._replace(nu=jnp.asarray(nu, last.nu.dtype))
         batch, capacity = last.rank.shape, last.q.shape[-1]
@@ -295,10 +267,12 @@ class _SecondMoments:
             return [x.reshape(*batch, *x.shape[1:]) for x in results]
 
         like = [last.q, last.u, last.error, last.drift]
-        target = APPROXIMATIONS[self.approximate].of_moment(nu)
-        q, u, error, drift = with_automatic_axes(factors, like)(target, self.key)
+        target = APPROXIMATIONS[approximate].of_moment(nu)
+        q, u, error, drift = with_automatic_axes(factors, like)(target, key)
         error, drift = error.astype(last.error.dtype), drift.astype(last.drift.dtype)
         return LeafState(q, u, jnp.full_like(last.rank, capacity), error, drift)
+
+    return with_leaf_states(state, state.count, list(map(factored, leaves.arrays, views, lasts)))
 
 
 @partial(jax.jit, static_argnames=("capacity", "dtype"))

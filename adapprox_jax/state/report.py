@@ -1,5 +1,6 @@
 """rank_report and state_nbytes: what an optimizer state holds, on the host."""
 
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -81,15 +82,21 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
             if name not in by_name:
                 raise ValueError(f"{name}: the state has this leaf; the parameters given have not.")
             param = by_name[name]
+            shape, matrices = np.shape(param), (*leaf.q.shape[:-1], leaf.u.shape[-2])
+            if not _can_be_seen_as(shape, matrices):
+                raise ValueError(
+                    f"{name} has shape {shape}; its state has factors of {matrices} (shorter side"
+                    " first); allowed: the parameters that the state was made for."
+                )
             norm = _matrix_norms(leaf.u)
             report[name] = RankInfo(
-                shape=tuple(param.shape),
-                matrices=(*leaf.q.shape[:-1], leaf.u.shape[-2]),
+                shape=shape,
+                matrices=matrices,
                 rank=_number(leaf.rank),
                 capacity=leaf.q.shape[-1],
                 error=_number(leaf.error),
                 nbytes=leaf.q.nbytes + leaf.u.nbytes,
-                dense_nbytes=math.prod(param.shape) * param.dtype.itemsize,
+                dense_nbytes=math.prod(shape) * param.dtype.itemsize,
                 drift=_number(on_host(leaf.drift).astype(float) / np.where(norm == 0, 1, norm)),
             )
     return report
@@ -134,6 +141,19 @@ def shaped_nbytes(shape: tuple[int, ...], dtype: Any) -> int:
     """Bytes of an array of a shape in the memory of a device."""
     bits = 4 if dtype == jnp.int4 else 8 * dtype.itemsize
     return -(-math.prod(shape) * bits // 8)
+
+
+def _can_be_seen_as(shape: tuple[int, ...], matrices: tuple[int, ...]) -> bool:
+    """Whether axes of a shape, of some view of it, make a batch, a shorter and a longer side."""
+    *batch, short, long = matrices
+    for sides in itertools.product(range(3), repeat=len(shape)):
+        axes: tuple[list[int], ...] = ([], [], [])
+        for side, size in zip(sides, shape, strict=True):
+            axes[side].append(size)
+        # Members of a population may lie along any axis; in the state it is the first.
+        if sorted(axes[0]) == sorted(batch) and (*map(math.prod, axes[1:]),) == (short, long):
+            return True
+    return False
 
 
 def _matrix_norms(x: jax.Array) -> np.ndarray:

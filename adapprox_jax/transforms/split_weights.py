@@ -8,12 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.argument_checks import (
-    check_state,
-    require_choice,
-    require_integer,
-    require_transformation,
-)
+from adapprox_jax.argument_checks import check_state, require_choice, require_transformation
 from adapprox_jax.linalg.split_floats import (
     HALVES,
     REMAINDERS,
@@ -89,10 +84,13 @@ def split_weights(
     Source: FlashOptim (2602.23349), whose remainders are shares of half the last bit.
     """
     require_transformation("tx", tx)
-    require_integer("bits", bits, 1)
     require_choice("bits", bits, tuple(REMAINDERS))
-    half = _half(dtype)
-    kept = REMAINDERS[bits]
+    try:
+        name: Any = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = dtype
+    require_choice("dtype", name, [half.name for half in HALVES])
+    half, kept = jnp.dtype(dtype), REMAINDERS[bits]
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> SplitWeightsState:
@@ -117,7 +115,16 @@ def split_weights(
         halves = leaves.arrays
         check_half(leaves, (half,))
         for name, array, remainder in zip(leaves.names, halves, remainders.arrays, strict=True):
-            _check_remainder(name, array, remainder, kept)
+            if remainder.dtype != kept:
+                raise ValueError(
+                    f"{name}: the state's remainder has type {remainder.dtype.name}; expected"
+                    f" {kept.name}. Was the state made with another number of bits?"
+                )
+            if remainder.shape != array.shape:
+                raise ValueError(
+                    f"{name}: the weight has shape {array.shape}; the state's remainder has"
+                    f" {remainder.shape}. Was the state made for other parameters?"
+                )
         weights = list(map(joined, halves, remainders.arrays))
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
         steps = [difference(upper_part(x, half, kept), p) for x, p in zip(new, halves, strict=True)]
@@ -160,11 +167,11 @@ def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax
     """
     require_transformation("tx", tx)
     state = tx.init(params)
-    return _with_parts(
-        params,
-        state,
-        lambda wide, remainder, half: upper_part(wide.astype(jnp.float32), half, remainder.dtype),
-    ), state
+
+    def upper(_: str, wide: jax.Array, remainder: jax.Array, half: np.dtype) -> jax.Array:
+        return upper_part(wide.astype(jnp.float32), half, remainder.dtype)
+
+    return _with_parts(params, state, upper), state
 
 
 def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
@@ -190,18 +197,20 @@ def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
     Source: as `split_weights`.
     """
 
-    def join(half: jax.Array, remainder: jax.Array, dtype: np.dtype) -> jax.Array:
+    def join(name: str, half: jax.Array, remainder: jax.Array, dtype: np.dtype) -> jax.Array:
         if half.dtype != dtype:
-            raise ValueError(f"the weight has type {half.dtype.name}; expected {dtype.name}.")
+            raise ValueError(
+                f"{name}: the weight has type {half.dtype.name}; expected {dtype.name}."
+            )
         return joined(half, remainder)
 
     return _with_parts(params, state, join)
 
 
 def _with_parts(
-    params: _Tree, state: Any, function: Callable[[Any, Any, np.dtype], jax.Array]
+    params: _Tree, state: Any, function: Callable[[str, Any, Any, np.dtype], jax.Array]
 ) -> _Tree:
-    """Parameters with a function of weight, remainder and type where a weight is split."""
+    """Parameters with a function of path, weight, remainder and type where a weight is split."""
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SplitWeightsState))
     states = [node for node in nodes if isinstance(node, SplitWeightsState)]
     if not states:
@@ -222,33 +231,6 @@ def _with_parts(
                 raise ValueError(
                     f"{name}: {given}; expected shape {remainder.shape}, as in the state."
                 )
-            try:
-                results[name] = function(results[name], remainder, node.zero.dtype)
-            except ValueError as error:
-                raise ValueError(f"{name}: {error}") from None
+            results[name] = function(name, results[name], remainder, node.zero.dtype)
             done.add(name)
     return leaves.filled(list(results.values()))
-
-
-def _half(dtype: jax.typing.DTypeLike) -> np.dtype:
-    """A type of 16-bit weights. Raises ValueError for others."""
-    try:
-        name: Any = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError:
-        name = dtype
-    require_choice("dtype", name, [half.name for half in HALVES])
-    return jnp.dtype(dtype)
-
-
-def _check_remainder(name: str, array: jax.Array, remainder: jax.Array, kept: np.dtype) -> None:
-    """Raises ValueError where a remainder is of other bits or of another shape."""
-    if remainder.dtype != kept:
-        raise ValueError(
-            f"{name}: the state's remainder has type {remainder.dtype.name}; expected {kept.name}."
-            " Was the state made with another number of bits?"
-        )
-    if remainder.shape != array.shape:
-        raise ValueError(
-            f"{name}: the weight has shape {array.shape}; the state's remainder has"
-            f" {remainder.shape}. Was the state made for other parameters?"
-        )

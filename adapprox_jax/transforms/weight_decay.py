@@ -15,8 +15,7 @@ from adapprox_jax.argument_checks import (
     require_flag,
     require_or_schedule,
 )
-from adapprox_jax.params.boxes import is_box
-from adapprox_jax.params.leaves import Leaves, leaf_name
+from adapprox_jax.params.leaves import require_booleans, spread_booleans
 
 
 class CautiousWeightDecayState(NamedTuple):
@@ -55,7 +54,7 @@ def add_cautious_weight_decay(
     Source: "Cautious Weight Decay" (2510.12402).
     """
     _require_decay(weight_decay)
-    _require_mask(mask)
+    checked = _checked_mask(mask)
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -83,7 +82,7 @@ def add_cautious_weight_decay(
         return jax.tree.map(decayed, updates, params, is_leaf=lambda x: x is None), state
 
     decay = optax.GradientTransformation(init, update)
-    return decay if mask is None else optax.masked(decay, _checked(mask))
+    return decay if checked is None else optax.masked(decay, checked)
 
 
 def decay_and_rate(
@@ -96,14 +95,13 @@ def decay_and_rate(
     allowed = "a number, not NaN, or a schedule"
     require_or_schedule("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
     _require_decay(weight_decay)
-    _require_mask(mask)
     require_flag("cautious_weight_decay", cautious)
     rate = _checked_schedule("learning_rate", learning_rate)
     if cautious:
         decay = add_cautious_weight_decay(weight_decay, mask)
     else:
-        checked = None if mask is None else _checked(mask)
-        decay = optax.add_decayed_weights(_checked_schedule("weight_decay", weight_decay), checked)
+        schedule = _checked_schedule("weight_decay", weight_decay)
+        decay = optax.add_decayed_weights(schedule, _checked_mask(mask))
     return decay, optax.scale_by_learning_rate(rate)
 
 
@@ -112,37 +110,14 @@ def _checked_schedule(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarO
     return partial(at_step, name, value) if callable(value) else value
 
 
-def _checked(mask: Any) -> Callable[[Any], Any]:
-    """A function from the parameters to a mask that fits them."""
+def _checked_mask(mask: Any) -> Callable[[Any], Any] | None:
+    """A function from the parameters to a mask that fits them; None for none.
 
-    def mask_of(params: Any) -> Any:
-        given = mask(params) if callable(mask) else mask
-        _require_mask(given)
-        try:
-            Leaves.of(params).spread(given, is_box)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"mask is {given!r:.200}; allowed: {_ALLOWED_MASK}.") from error
-        return given
-
-    return mask_of
-
-
-_ALLOWED_MASK = (
-    "a tree of booleans that is a prefix of the parameters, or a function of the parameters to one"
-)
-
-
-def _require_mask(mask: Any) -> None:
-    """Raises ValueError for what `optax.masked` would take for True."""
-    if mask is None or callable(mask):
-        return
-    for path, leaf in jax.tree_util.tree_leaves_with_path(mask):
-        is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-        is_flag = is_array and leaf.dtype == bool and leaf.ndim == 0
-        if not (isinstance(leaf, bool) or is_flag) or isinstance(leaf, jax.core.Tracer):
-            raise ValueError(
-                f"mask has {leaf!r:.60} at {leaf_name(path)}; allowed: {_ALLOWED_MASK}."
-            )
+    Optax would take for True what is no boolean.
+    """
+    if not callable(mask):
+        require_booleans("mask", mask)
+    return None if mask is None else partial(spread_booleans, "mask", mask)
 
 
 def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:

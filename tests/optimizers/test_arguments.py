@@ -384,10 +384,14 @@ def test_integer_updates_are_refused(tx):
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (lambda params: {"w": "no"}, "mask has 'no'"),
+        (
+            lambda params: {"w": "no"},
+            r"^mask\(params\) has 'no' at \['w'\]; allowed: None, a tree of booleans",
+        ),
+        (lambda params: None, r"^mask\(params\) is None; allowed: None, a tree"),
         ({"w": np.array([True, False])}, "mask has array"),
-        ({"v": True}, "mask is {'v': True}; allowed: a tree of booleans that is a prefix"),
-        ({"w": True, "v": True}, "mask is .*; allowed: a tree of booleans that is a prefix"),
+        ({"v": True}, "mask is {'v': True}; allowed: None, a tree of booleans that is a prefix"),
+        ({"w": True, "v": True}, "mask is .*; allowed: None, a tree of booleans that is a prefix"),
     ],
 )
 def test_masks_that_do_not_fit_are_named(mask, words, cautious):

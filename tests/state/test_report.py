@@ -1,5 +1,7 @@
 """What a state holds."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,6 +48,51 @@ def test_report_finds_states_in_wrappers_and_none_where_there_is_none():
     assert adapprox_jax.rank_report(optax.adamw(1e-3).init(PARAMS), PARAMS) == {}
 
 
+@pytest.mark.parametrize(
+    ("made_for", "given", "matrices"),
+    [
+        ((128, 96), (3,), "(96, 128)"),
+        ((128, 96), (64, 192), "(96, 128)"),
+        ((2, 128, 96), (3, 128, 96), "(2, 96, 128)"),
+        ((2, 128, 96), (128, 96), "(2, 96, 128)"),
+        ((128, 4, 32), (128, 4, 16), "(128, 128)"),
+    ],
+)
+def test_parameters_of_other_shapes_are_named(made_for, given, matrices):
+    state = adapprox_jax.adapprox(1e-3).init({"query": jnp.ones(made_for)})
+    message = (
+        f"['query'] has shape {given}; its state has factors of {matrices} (shorter side first);"
+        " allowed: the parameters that the state was made for."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        adapprox_jax.rank_report(state, {"query": jnp.ones(given)})
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers", "matrices"),
+    [
+        ((128, 4, 32), None, (128, 128)),
+        ((3, 128, 4, 32), None, (3, 128, 128)),
+        ((128, 3, 96), adapprox_jax.MatrixDimensionNumbers(2, 0), (3, 96, 128)),
+        ((4, 80, 16, 5), adapprox_jax.MatrixDimensionNumbers((0, 2), (3, 1)), (64, 400)),
+    ],
+)
+@pytest.mark.parametrize("is_abstract", [False, True])
+def test_views_of_several_axes(shape, numbers, matrices, is_abstract):
+    params = {"query": jnp.ones(shape)}
+    state = adapprox_jax.scale_by_adapprox(weight_dimension_numbers=numbers).init(params)
+    given = jax.eval_shape(lambda: params) if is_abstract else params
+    info = adapprox_jax.rank_report(state, given)["['query']"]
+    assert (info.shape, info.matrices) == (shape, matrices)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_members_along_any_axis(axis):
+    params = {"w": jnp.ones((5, 3, 80, 96)).swapaxes(0, axis)}
+    state = jax.vmap(adapprox_jax.scale_by_adapprox().init, in_axes=axis)(params)
+    assert adapprox_jax.rank_report(state, params)["['w']"].matrices == (5, 3, 80, 96)
+
+
 @pytest.mark.parametrize("tx", [optax.adamw(1e-3), adapprox_jax.adapprox(1e-3, b1=0.0)])
 def test_state_nbytes_counts_what_init_allocates(tx):
     expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(PARAMS)))
@@ -69,6 +116,12 @@ def test_states_in_other_containers():
     expected, _ = tx.update(params, state)
     as_lists = state._replace(rank=list(state.rank), error=list(state.error))
     jax.tree.map(np.testing.assert_array_equal, tx.update(params, as_lists)[0], expected)
+    whole = adapprox_jax.adapprox(1e-3)
+    chained = whole.init(params)
+    updates, new = whole.update(params, list(chained), params)
+    jax.tree.map(
+        np.testing.assert_array_equal, (updates, new), whole.update(params, chained, params)
+    )
     for bad in (dict(zip("ab", state.rank, strict=True)), state.rank[:1]):
         with pytest.raises(ValueError, match=r"the state's rank: got .*; expected a tuple of 2"):
             tx.update(params, state._replace(rank=bad))

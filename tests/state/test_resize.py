@@ -167,6 +167,11 @@ def test_single_leaves_by_their_paths():
         ("8", "max_rank is '8'; allowed: an integer of at least 1, or a float"),
         (True, "max_rank is True; allowed"),
         (1.5, "max_rank is 1.5; allowed: an integer of at least 1, or a float in (0, 1]"),
+        (
+            jnp.array(16),
+            "max_rank is an array of JAX; allowed: a Python number, as int() makes one",
+        ),
+        ({"['stack']": jnp.array(8)}, "max_rank[\"['stack']\"] is an array of JAX; allowed: a Py"),
         ({"['kernel']": 0}, "max_rank[\"['kernel']\"] is 0; allowed"),
         ({"kernel": 4}, "max_rank has 'kernel'; allowed: \"['kernel']\", \"['stack']\"."),
         ({"['bias']": 4}, "max_rank has \"['bias']\"; allowed"),
@@ -249,3 +254,7 @@ def test_growth_goes_one_size_at_a_time():
         widths.append(state.q["kernel"].shape[-1])
         state = grow(state._replace(rank=(jnp.int32(widths[-1]),)), params, (4, 8, 16))
     assert widths == [4, 8, 16, 16]
+    with pytest.raises(
+        ValueError, match=r"sizes\[1\] is an array of JAX; allowed: a Python number"
+    ):
+        grow(state, params, (4, jnp.array(8)))

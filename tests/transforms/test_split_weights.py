@@ -367,7 +367,7 @@ BAD = {
     "no type": (lambda: split_weights(SGD, dtype="bf16"), "dtype is 'bf16'; allowed"),
     "injected bits": (
         lambda: optax.inject_hyperparams(split_weights)(SGD).init(HALF),
-        "bits is .*; allowed: a Python integer",
+        "bits is .*; allowed: 24, 32",
     ),
     "no transformation": (lambda: split_weights(1e-3), "tx is a float"),
     "no parameters": (
