@@ -129,10 +129,8 @@ def from_adam(
             else:
                 clipped, _ = clip.update(_taken(last_update, node.mu), optax.EmptyState())
                 average = optax.tree.scale(share, clipped)
-            stored = stored_average(average, node)
-            if not isinstance(node.left, tuple):
-                stored = stored._replace(left=jnp.float32(b1**steps))
-            return stored if isinstance(node.step, tuple) else stored._replace(step=adam.count)
+            left = jnp.asarray(b1**steps, node.left.dtype)
+            return stored_average(average, node)._replace(step=adam.count, left=left)
         if is_hidden:  # their second moments are of directions
             return node
         if isinstance(node, ScaleByAdapproxState):

@@ -1,7 +1,9 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
@@ -12,7 +14,6 @@ from adapprox_jax.argument_checks import (
     at_step,
     check_state,
     is_zero,
-    power,
     require,
     require_choice,
     require_flag,
@@ -44,18 +45,17 @@ class GuidedEmaState(NamedTuple):
 
     Attributes:
       mu: Running average of the updates, with the structure and shapes of the parameters.
-      scale: If `mu` holds codes, the bfloat16 scales of their blocks, and `optax.MaskedNode()` for
-        leaves that are too small for codes; else ().
-      step: Updates so far, int32 scalar, if `mu` holds codes, with `nesterov`, or where `b1` is a
-        function; else ().
-      left: Product of all decays so far, float32 scalar, with `nesterov` where `b1` is a function;
-        else (). So much is missing in the average because it began at zero.
+      scale: The bfloat16 scales of the blocks of each leaf that `mu` keeps in codes, and
+        `optax.MaskedNode()` for all other leaves.
+      step: Updates so far, int32 scalar.
+      left: Product of all decays so far, a scalar. So much is missing in the average because it
+        began at zero.
     """
 
     mu: Any
-    scale: Any = ()
-    step: Any = ()
-    left: Any = ()
+    scale: Any
+    step: jax.Array
+    left: jax.Array
 
 
 def guided_ema(
@@ -124,19 +124,11 @@ def guided_ema(
     if cosine_guidance and nesterov:
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
 
-    counts = bool(bits or nesterov or callable(b1))
-    varies = bool(nesterov and callable(b1))
-
     def init(params: optax.Params) -> GuidedEmaState:
-        step = jnp.zeros([], jnp.int32) if counts else ()
-        left = jnp.ones([], jnp.float32) if varies else ()
-        if bits is None:
-            mu = optax.tree.zeros_like(params, dtype=mu_dtype)
-            return GuidedEmaState(mu, step=step, left=left)
         leaves = Leaves.of(params, "parameter")
-        zeros = [_zero_codes(leaf, bits) for leaf in leaves.boxed]
+        zeros = [_zero_average(leaf, mu_dtype, bits) for leaf in leaves.boxed]
         mu, scale = map(leaves.structure.unflatten, unzipped(zeros, 2))
-        return GuidedEmaState(mu, scale, step, left)
+        return GuidedEmaState(mu, scale, jnp.zeros([], jnp.int32), jnp.ones([]))
 
     def update(
         updates: optax.Updates, state: GuidedEmaState, params: optax.Params | None = None
@@ -145,14 +137,9 @@ def guided_ema(
         check_state(state, GuidedEmaState, "guided_ema")
         leaves = Leaves.of(updates, "update")
         mu, scales = leaves.matching(state.mu), Leaves.of(state.scale)
-        if leaves.boxed:
-            has_scales = type(state.scale) is not tuple or bool(state.scale)
-            _check_fields(has_scales, not isinstance(state.step, tuple), bits, counts)
-            if isinstance(state.left, tuple) == varies:
-                raise ValueError("guided_ema got a state that was made with another kind of b1.")
-        step = optax.safe_increment(state.step) if counts else ()
+        step = optax.safe_increment(state.step)
         now = rule.at(step)
-        left = state.left * now.b1 if varies else ()
+        left = state.left * jnp.asarray(now.b1, state.left.dtype)
         kept = mu.arrays, _scale_of_each(scales, leaves)
         with using_mesh_of(leaves.arrays):
             results = _average_leaves(leaves.names, leaves.arrays, *kept, step, left, now)
@@ -168,23 +155,6 @@ def guided_ema(
         return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step, left)
 
     return optax.GradientTransformation(init, update)
-
-
-def _check_fields(has_scales: bool, has_count: bool, bits: int | None, counts: bool) -> None:
-    """Raises ValueError where a state has other fields than these settings need."""
-    if has_scales != (bits is not None):
-        kept = "codes and scales" if has_scales else "no codes"
-        mu_dtype = "none of int8, int5, int4" if bits is None else f"int{bits}"
-        raise ValueError(
-            f"guided_ema got a state with {kept}; mu_dtype is {mu_dtype}. Was the state made with"
-            " another mu_dtype?"
-        )
-    if has_count != counts:
-        kept, other = ("a count", "with") if has_count else ("no count", "without")
-        raise ValueError(
-            f"guided_ema got a state with {kept} of steps; was it made {other} nesterov, or with"
-            " another b1?"
-        )
 
 
 def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
@@ -246,11 +216,10 @@ class _Rule:
         b1: Any = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
         return b1 * last.astype(dtype), (1 - b1) * update.astype(dtype)
 
-    def emitted(self, average: jax.Array, new: jax.Array, step: Any, left: Any) -> jax.Array:
+    def emitted(self, average: jax.Array, new: jax.Array, left: jax.Array) -> jax.Array:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
         if not self.nesterov:
             return average
-        left = power(self.b1, step) if isinstance(left, tuple) else left
         factors = self.b1 / (1 - self.b1 * left), 1 / (1 - left)
         older, newer = (jnp.asarray(x, average.dtype) for x in factors)
         return older * average + newer * new
@@ -278,11 +247,20 @@ def code_bits(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     raise ValueError(f"mu_dtype is {name}; allowed: {allowed}.")
 
 
-def _zero_codes(param: Any, bits: int) -> tuple[Any, Any]:
-    """Codes and scales of a zero average of one leaf; of a small one the average and no scales."""
+def _has_codes(shape: tuple[int, ...], bits: int | None) -> bool:
+    """Whether an average of a shape is kept in codes."""
+    is_small = math.prod(shape) < _SMALLEST_QUANTIZED or shape[block_axis(shape)] < BLOCK
+    return bits is not None and not is_small
+
+
+def _zero_average(
+    param: Any, dtype: jax.typing.DTypeLike | None, bits: int | None
+) -> tuple[Any, Any]:
+    """A zero average of one leaf and no scales, or codes and their scales."""
     leaf = unbox(param)
-    if leaf.size < _SMALLEST_QUANTIZED or leaf.shape[block_axis(leaf.shape)] < BLOCK:
-        return jax.tree.map(jnp.zeros_like, param), optax.MaskedNode()
+    if bits is None or not _has_codes(leaf.shape, bits):
+        kept = None if bits else dtype
+        return jax.tree.map(partial(jnp.zeros_like, dtype=kept), param), optax.MaskedNode()
     axes: list[int | None] = list(range(leaf.ndim))
     of_blocks = [None if axis == block_axis(leaf.shape) else axis for axis in axes]
     # Names in a box are taken as they are, where the blocks may not be divisible by the devices.
@@ -324,43 +302,42 @@ def _average_leaves(
         # In memory, so that updates are made once: what is emitted is made from both averages.
         older, new = local.terms(update, last)
         average = jax.lax.optimization_barrier(older + new)
-        emitted = local.emitted(average, average - older, step, left)
+        emitted = local.emitted(average, average - older, left)
         noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
         return emitted, *quantize(average, local.bits or 0, noise)
 
     results: dict[int, tuple[Any, Any, Any]] = {}
     in_codes = {}
     for i, (name, update, mu, scale) in enumerate(zip(names, updates, mus, scales, strict=True)):
-        if rule.bits is not None and scale is not None:
-            _check_codes(name, update, mu, rule.bits)
+        _check_average(name, update, mu, scale, rule.bits)
+        if scale is not None:
             in_codes[i] = update, mu, scale
-        elif not jnp.issubdtype(mu.dtype, jnp.floating):
-            raise ValueError(f"{name}: the state has codes without scales. Was it loaded in part?")
-        elif mu.shape != update.shape:
-            raise ValueError(
-                f"{name}: the update has shape {update.shape}; the state's average has {mu.shape}."
-                " Was the state made for other parameters?"
-            )
         else:
             older, new = rule.terms(update, mu)
-            emitted = rule.emitted(older + new, new, step, left)
+            emitted = rule.emitted(older + new, new, left)
             results[i] = emitted, (older + new).astype(mu.dtype), scale
     results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
     return [results[i] for i in range(len(names))]
 
 
-def _check_codes(name: str, update: jax.Array, codes: jax.Array, bits: int) -> None:
-    """Raises ValueError where codes are of another shape or of other bits."""
-    kept = bits_of(codes, update.shape)
-    like = quantized_like(update.shape, kept)[0]
-    if (codes.shape, codes.dtype) != (like.shape, like.dtype):
+def _check_average(name: str, update: jax.Array, mu: Any, scale: Any, bits: int | None) -> None:
+    """Raises ValueError where a state keeps an average of another shape, or in other bits."""
+    is_coded = not jnp.issubdtype(mu.dtype, jnp.floating)
+    if is_coded and scale is None:
+        raise ValueError(f"{name}: the state has codes without scales. Was it loaded in part?")
+    kept = bits_of(mu, update.shape) if is_coded else None
+    like = quantized_like(update.shape, kept)[0].shape if kept else update.shape
+    if mu.shape != like:
         raise ValueError(
-            f"{name}: got shape {update.shape}; expected what has codes {codes.shape}."
+            f"{name}: the update has shape {update.shape}; the state's average has {mu.shape}."
+            " Was the state made for other parameters?"
         )
-    if bits != kept:
+    expected = bits if _has_codes(update.shape, bits) else None
+    if kept != expected:
+        has, is_ = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
         raise ValueError(
-            f"{name}: the state's codes have {kept} bits; mu_dtype is int{bits}. Was the state made"
-            " with another mu_dtype?"
+            f"{name}: the state has {has}; mu_dtype asks for {is_}. Was the state made with another"
+            " mu_dtype?"
         )
 
 

@@ -354,15 +354,6 @@ def test_host_functions_name_what_is_no_transformation_and_take_numpy_states():
     assert adapprox_jax.resize(restored, 4, truncate=True)[0].q["w"].shape == (256, 4)
 
 
-def test_a_state_made_with_or_without_nesterov_is_named():
-    plain, ahead = adapprox_jax.guided_ema(), adapprox_jax.guided_ema(nesterov=True)
-    params = {"w": jnp.ones(3)}
-    with pytest.raises(ValueError, match="no count of steps; was it made without nesterov"):
-        ahead.update(params, plain.init(params))
-    with pytest.raises(ValueError, match="a count of steps; was it made with nesterov"):
-        plain.update(params, ahead.init(params))
-
-
 @pytest.mark.parametrize(
     "tx",
     [

@@ -222,7 +222,7 @@ def test_6_a_frozen_row_stays_where_it_is():
 
 def test_6_guidance_is_one_where_nothing_moves():
     tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, max_scale=3.0)
-    state = adapprox_jax.GuidedEmaState(jnp.ones(4))
+    state = tx.init(jnp.ones(4))._replace(mu=jnp.ones(4))
     emitted, _ = tx.update(jnp.zeros(4), state)
     np.testing.assert_allclose(emitted, 0.9, rtol=1e-6)
 

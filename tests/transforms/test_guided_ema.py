@@ -65,9 +65,21 @@ def test_a_decay_out_of_range_at_a_step_is_named():
                 ValueError, match=r"b1 is .*; allowed: a number in \[0, 1\) at every"
             ):
                 update(jnp.ones(3), state)
-    kept = adapprox_jax.guided_ema(0.9, nesterov=True).init(jnp.ones(3))
-    with pytest.raises(ValueError, match="made with another kind of b1"):
-        adapprox_jax.guided_ema(lambda step: 0.9, nesterov=True).update(jnp.ones(3), kept)
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_a_state_goes_on_with_another_b1_and_with_or_without_nesterov(nesterov):
+    """What is left of the start is known of any."""
+    before = adapprox_jax.guided_ema(0.5)
+    after = adapprox_jax.guided_ema(lambda step: 0.9, nesterov=nesterov)
+    state = before.init(jnp.ones(1))
+    for _ in range(2):  # an average of 0.75, and 0.25 is left of the start
+        _, state = before.update(jnp.ones(1), state)
+    emitted, state = after.update(jnp.full(1, 3.0), state)
+    average = 0.9 * 0.75 + 0.1 * 3
+    ahead = 0.9 * average / (1 - 0.9 * 0.9 * 0.25) + 0.1 * 3 / (1 - 0.9 * 0.25)
+    np.testing.assert_allclose(state.mu, average, rtol=1e-6)
+    np.testing.assert_allclose(emitted, ahead if nesterov else average, rtol=1e-6)
 
 
 def test_guidance_is_the_formula_of_the_paper_below_the_cap():
