@@ -18,7 +18,6 @@ def named_chain(name: str, *parts: optax.GradientTransformation) -> Any:
                 f"{name} got the state of another optimizer; allowed: one from {name}(...).init, or"
                 " from_adam(tx, adam_state, params)."
             )
-        updates, state = chain.update(updates, state, params, **more)
-        return updates, state
+        return chain.update(updates, state, params, **more)
 
     return optax.GradientTransformationExtraArgs(chain.init, update)

@@ -26,9 +26,9 @@ def is_box(x: Any) -> bool:
     return is_node(x) and bool(jax.tree.leaves(x))
 
 
-def content(node: Any) -> Any:
-    """What is in one of the boxes, an array or not."""
-    return jax.tree.leaves(node, is_leaf=lambda x: x is not node)[0]
+def content(x: Any) -> Any:
+    """What is in one of the boxes, an array or not; anything else as it is."""
+    return jax.tree.leaves(x, is_leaf=lambda inner: inner is not x)[0] if is_node(x) else x
 
 
 def unbox(x: Any) -> Any:

@@ -70,8 +70,10 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         axis, size = next((layers[outer] for outer in around if outer in layers), (0, -1))
         if shapes[i][axis : axis + 1] == (size,):
             known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
-        if leaves.words[i][-1:] == [_OUTPUTS_FIRST] or (is_conv1d and _CONV1D.search(role)):
-            known[i] = known[i]._replace(numbers=_outputs_first(known[i].numbers, shapes[i]))
+        plain = _plain(known[i].numbers, shapes[i])
+        is_outputs_first = leaves.words[i][-1:] == [_OUTPUTS_FIRST]
+        if plain and (is_outputs_first or (is_conv1d and _CONV1D.search(role))):
+            known[i] = known[i]._replace(numbers=MatrixDimensionNumbers(*reversed(plain)))
         known[i] = known[i]._replace(numbers=_in_parts(role, known[i].numbers, shapes[i]))
         known[i] = _of_named_axes(role, haliax_names(leaves.boxed[i])) or known[i]
     return known
@@ -115,19 +117,14 @@ def _to_model(shape: tuple[int, ...], batch: tuple[int, ...]) -> MatrixDimension
     return MatrixDimensionNumbers(axes[:2], axes[2])
 
 
-def _outputs_first(
+def _plain(
     numbers: MatrixDimensionNumbers | None, shape: tuple[int, ...]
-) -> MatrixDimensionNumbers | None:
-    """The same matrices of a layer that multiplies from the left; those of heads as they are."""
-    if numbers is None and len(shape) > 1:
-        numbers = MatrixDimensionNumbers(*default_axes(shape))
-    if (
-        numbers is None
-        or isinstance(numbers.rows, Sequence)
-        or isinstance(numbers.columns, Sequence)
-    ):
-        return numbers
-    return MatrixDimensionNumbers(numbers.columns, numbers.rows)
+) -> tuple[int, int] | None:
+    """The axes of rows and of columns of a leaf's matrices; None where axes are merged."""
+    if len(shape) < 2:
+        return None
+    rows, columns = (numbers or default_axes(shape))[:2]
+    return (rows, columns) if isinstance(rows, int) and isinstance(columns, int) else None
 
 
 def _in_parts(
@@ -135,15 +132,13 @@ def _in_parts(
 ) -> MatrixDimensionNumbers | None:
     """The same matrices, with parts along the outputs where a name says that they are fused."""
     parts = 3 if _QKV.search(role) else 2 if _GATE_AND_UP.search(role) else 1
-    if parts == 1 or len(shape) < 2:
+    plain = _plain(numbers, shape)
+    if parts == 1 or plain is None:
         return numbers
-    fused = numbers or MatrixDimensionNumbers(*default_axes(shape))
-    if isinstance(fused.rows, Sequence) or isinstance(fused.columns, Sequence):
-        return numbers  # heads have an axis
-    inputs, outputs = shape[fused.rows], shape[fused.columns]
+    inputs, outputs = (shape[axis] for axis in plain)
     # Fewer keys than queries are not told from the shape.
     is_whole = outputs == 3 * inputs if parts == 3 else outputs % 2 == 0
-    return fused._replace(parts=parts) if is_whole else numbers
+    return MatrixDimensionNumbers(*plain, parts) if is_whole else numbers
 
 
 def _of_named_axes(role: str, names: Sequence[str]) -> KnownAxes | None:

@@ -204,14 +204,14 @@ def from_tuple(kept: Any, count: int, what: str) -> list[Any]:
     Raises:
       ValueError: It is something else, or of another length.
     """
-    arrays = list(kept) if isinstance(kept, tuple | list) else []
-    if len(arrays) != count:
-        found = len(arrays) if isinstance(kept, tuple | list) else f"a {type(kept).__name__}"
+    is_sequence = isinstance(kept, tuple | list)
+    if not is_sequence or len(kept) != count:
+        found = len(kept) if is_sequence else f"a {type(kept).__name__}"
         raise ValueError(
             f"the state's {what}: got {found}; expected a tuple of {count}. Was the state made for"
             " other parameters, or by another version?"
         )
-    return arrays
+    return list(kept)
 
 
 def unzipped(tuples: Sequence[tuple[Any, ...]], length: int) -> list[list[Any]]:

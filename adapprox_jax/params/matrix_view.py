@@ -90,17 +90,20 @@ def matrix_view(
     if dimension_numbers is None:
         if ndim < 2:
             return MatrixView(tuple(range(ndim)), (), ())
-        rows, columns = (_axes(axis, shape) for axis in default_axes(shape))
-    else:
-        rows, columns = (_axes(side, shape) for side in dimension_numbers[:2])
-        named = rows + columns
-        if not named:
-            raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
-        if len(set(named)) != len(named):
-            raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
-    parts = 1 if dimension_numbers is None else dimension_numbers.parts
-    _check_parts(parts, _size(shape, columns), shape)
-    batch = tuple(axis for axis in range(ndim) if axis not in rows + columns)
+        dimension_numbers = MatrixDimensionNumbers(*default_axes(shape))
+    rows, columns = (_axes(side, shape) for side in dimension_numbers[:2])
+    named, parts = rows + columns, dimension_numbers.parts
+    if not named:
+        raise ValueError("weight_dimension_numbers names no axis; allowed: rows or columns.")
+    if len(set(named)) != len(named):
+        raise ValueError(f"weight_dimension_numbers names an axis twice: {dimension_numbers}.")
+    outputs = _size(shape, columns)
+    if not isinstance(parts, int | np.integer) or parts < 1 or outputs % parts:
+        raise ValueError(
+            f"weight_dimension_numbers has parts={parts!r} for a leaf of shape {shape}; allowed:"
+            f" divisors of its {outputs} columns."
+        )
+    batch = tuple(axis for axis in range(ndim) if axis not in named)
     if rows and columns and min(rows) > min(columns):
         return MatrixView(batch, columns, rows, False, parts)
     return MatrixView(batch, rows, columns, True, parts)
@@ -157,15 +160,6 @@ def _axes(axes: int | Sequence[int], shape: tuple[int, ...]) -> tuple[int, ...]:
                 f" {len(shape)} axes."
             )
     return tuple(int(axis) % len(shape) for axis in listed)
-
-
-def _check_parts(parts: int, columns: int, shape: tuple[int, ...]) -> None:
-    """Raises ValueError where columns cannot be cut into parts of one size."""
-    if not isinstance(parts, int | np.integer) or parts < 1 or columns % parts:
-        raise ValueError(
-            f"weight_dimension_numbers has parts={parts!r} for a leaf of shape {shape}; allowed:"
-            f" divisors of its {columns} columns."
-        )
 
 
 def _size(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:

@@ -15,6 +15,11 @@ from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, MatrixView, 
 # or a function from the parameters to it.
 WeightDimensionNumbers: TypeAlias = Any | Callable[[Any], Any] | None
 
+_ALLOWED = (
+    "None, MatrixDimensionNumbers, a tree of them that is a prefix of the parameters, or a function"
+    " of the parameters to such a tree"
+)
+
 
 def views_of(
     weight_dimension_numbers: WeightDimensionNumbers, leaves: Leaves
@@ -26,13 +31,8 @@ def views_of(
     if callable(given):
         given = given(leaves.tree)
         check_dimension_numbers(given)
-    allowed = (
-        "None, MatrixDimensionNumbers, a tree of them that is a prefix of the parameters, or a"
-        " function to such a tree"
-    )
-    spread = leaves.spread("weight_dimension_numbers", given, _is_numbers, allowed)
-    # A function mapped over boxed parameters leaves its results in the boxes.
-    numbers = [content(x) if is_node(x) else x for x in spread]
+    spread = leaves.spread("weight_dimension_numbers", given, _is_numbers, _ALLOWED)
+    numbers = list(map(content, spread))
     if isinstance(given, MatrixDimensionNumbers):  # of all matrices: vectors have none
         numbers = [given if len(leaf.shape) > 1 else None for leaf in leaves.arrays]
     return tuple(
@@ -43,14 +43,13 @@ def views_of(
 
 def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
     """Raises ValueError where `weight_dimension_numbers` is neither a function nor a fit tree."""
-    allowed = "a function of the parameters, None, or MatrixDimensionNumbers, alone or in a tree"
     if callable(given) and not is_node(given):
-        require_function("weight_dimension_numbers", given, allowed)
+        require_function("weight_dimension_numbers", given, _ALLOWED)
         return
-    for leaf in jax.tree.leaves(given, is_leaf=_is_numbers):
-        number = content(leaf) if is_node(leaf) else leaf
+    # A function mapped over boxed parameters leaves its results in the boxes.
+    for number in map(content, jax.tree.leaves(given, is_leaf=_is_numbers)):
         if not (number is None or isinstance(number, MatrixDimensionNumbers)):
-            raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {allowed}.")
+            raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {_ALLOWED}.")
 
 
 def _is_numbers(x: Any) -> bool:
