@@ -210,6 +210,7 @@ DEPENDENT = {
     "graded and mixed": lambda y: (y * 10.0 ** -np.arange(12)) @ y[:12],
     "of rank one": lambda y: np.outer(y[:, 0], y[:12, 0]),
     "with a zero column and one twice": lambda y: np.c_[y[:, :5], y[:, :6], 0 * y[:, :1]],
+    "that add up to zero": lambda y: np.linalg.qr(y)[0] @ (np.eye(12) - 1 / 12),
     "with two entries": lambda y: np.eye(40, 12)[::-1] * (np.arange(12) > 9),
     "of ones": lambda y: 1 + y * 0,
     "zero": lambda y: y * 0,
