@@ -128,10 +128,10 @@ _AS_MUON = "adapprox_muon b1 0.95, one rate"
 LAYOUTS = (
     *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
     "Muon, q k v separate, b1 0.8, other parameters x2",
-    *(_AS_MUON, f"{_AS_MUON}, 5 bits", f"{_AS_MUON}, 4 bits"),
-    *(f"{_AS_MUON}, qkv whole", f"{_AS_MUON}, by heads"),
+    *(_AS_MUON, f"{_AS_MUON}, qkv whole", f"{_AS_MUON}, by heads"),
     *(f"{_AS_MUON}, others without Nesterov", "Muon defaults", "Muon defaults, q k v separate"),
 )
+BITS = (_AS_MUON, f"{_AS_MUON}, 5 bits", f"{_AS_MUON}, 4 bits")
 # The rate of each over that of AdamW.
 RULES = {"adapprox": 1.4142, "adapprox_muon 4 bits, b1 by rate": 5.0}
 BASE_OF_RATES = "AdamW with Nesterov, b2 0.999, clipped"
@@ -174,6 +174,7 @@ def blocks() -> dict[str, str]:
         "frameworks": _frameworks(),
         "directions": loss_tables.comparison(defaults, DIRECTIONS, DIRECTIONS[-1], TEXTS),
         "momentum": loss_tables.comparison(defaults, MOMENTUM, MOMENTUM[-1], SMALL),
+        "bits": loss_tables.comparison(defaults, BITS, BITS[0], SMALL),
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "lengths": loss_tables.comparison(defaults, MEMORIES, MEMORIES[-2], LENGTHS),
         "first minutes": _first_minutes(defaults, of_defaults),
