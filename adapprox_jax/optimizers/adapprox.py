@@ -138,41 +138,15 @@ def adapprox(
     hyperparameters = Hyperparameters(
         b2, eps, eps_root, bias_correction, error_threshold, clipping_threshold
     )
-    _check_size(clipping_threshold, bias_correction, b2)
-    numbers = weight_dimension_numbers
-    return named_chain(
-        "adapprox",
-        scale_with(settings, hyperparameters, numbers, key),
-        _average(b1, eps, mu_dtype, cosine_guidance, guidance_max_scale, nesterov, numbers),
-        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
-    )
-
-
-def _check_size(
-    threshold: jax.typing.ArrayLike | None, bias_correction: bool, b2: optax.ScalarOrSchedule
-) -> None:
-    """Raises ValueError where the first updates would be large."""
-    if threshold is None and not (bias_correction or begins_at_zero(b2)):
+    allowed = "a number of at least 1"
+    require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
+    if clipping_threshold is None and not (bias_correction or begins_at_zero(b2)):
         raise ValueError(
             "clipping_threshold is None and bias_correction is False; allowed: a threshold or"
             " bias_correction=True or b2=increasing_decay(), because the first updates would be"
             " 1 / sqrt(1 - b2) in size."
         )
-
-
-def _average(
-    b1: optax.ScalarOrSchedule,
-    eps: jax.typing.ArrayLike,
-    mu_dtype: jax.typing.DTypeLike | None,
-    cosine_guidance: bool,
-    guidance_max_scale: jax.typing.ArrayLike,
-    nesterov: bool | None,
-    weight_dimension_numbers: WeightDimensionNumbers,
-) -> optax.GradientTransformation:
-    """The running average, or nothing where b1 is known to be 0."""
-    allowed = "a number of at least 1"
-    require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
-    return average_unless_zero(
+    average = average_unless_zero(
         b1,
         cosine_guidance=cosine_guidance,
         eps=eps,
@@ -180,4 +154,10 @@ def _average(
         mu_dtype=mu_dtype,
         nesterov=not cosine_guidance if nesterov is None else nesterov,
         weight_dimension_numbers=weight_dimension_numbers,
+    )
+    return named_chain(
+        "adapprox",
+        scale_with(settings, hyperparameters, weight_dimension_numbers, key),
+        average,
+        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )

@@ -179,17 +179,13 @@ def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Choice]:
     grouping = grouping_of(stay)
 
     def choose() -> list[list[Choice]]:
-        residuals = _residuals(found, found.factors)
+        residuals = _finite_sums(_compared(residuals_of, found, found.factors))
         turns = _turns(found) if rotates else no_turns
         factors = _turned(found.factors, list(map(Choice, turns, last_ranks)))
         ranks = each(rank_of, found.plans, factors, found.units, residuals)
         return join(list(map(Choice, turns, ranks)), grouping)
 
     return part(jax.lax.cond(chooses, choose, lambda: join(stay, grouping)), grouping)
-
-
-def _residuals(found: Found, factors: Sequence[Factors]) -> list[jax.Array]:
-    return _finite_sums(_compared(residuals_of, found, factors))
 
 
 def _finite_sums(residuals: Sequence[jax.Array]) -> list[jax.Array]:
