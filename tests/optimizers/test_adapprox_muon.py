@@ -55,7 +55,8 @@ def test_a_tall_matrix_is_worked_on_as_it_lies(unroll):
 def test_nesterovs_momentum_outlives_the_count():
     """The count ends at the largest int32, which nothing may be added to."""
     tx = adapprox_jax.guided_ema(0.9, nesterov=True)
-    state = tx.init(jnp.zeros(3))._replace(mu=jnp.ones(3), step=jnp.int32(2**31 - 2))
+    step, left = jnp.int32(2**31 - 2), jnp.zeros([])
+    state = tx.init(jnp.zeros(3))._replace(mu=jnp.ones(3), step=step, left=left)
     for _ in range(2):
         updates, state = tx.update(jnp.ones(3), state)
         np.testing.assert_allclose(updates, 1, rtol=1e-6)
