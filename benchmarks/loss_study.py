@@ -43,6 +43,8 @@ _SMALL = Config(layers=2, width=64, heads=2, context=64, eval_every=10, eval_bat
 SETTINGS = {
     "code": Config(),
     "prose": Config(data=_PROSE),
+    "code, 8 micro-batches": Config(accumulate=8),
+    "prose, 8 micro-batches": Config(data=_PROSE, accumulate=8),
     "small, code": _SMALL,
     "small, code, no warmup": dataclasses.replace(_SMALL, warmup=0),
     "small, prose": dataclasses.replace(_SMALL, data=_PROSE),
