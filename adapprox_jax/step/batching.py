@@ -110,12 +110,12 @@ def _sum(stack: jax.Array) -> jax.Array:
 
 
 def matrices_at_once(platform: Platform, shape: tuple[int, ...]) -> int:
-    """How many matrices of a stack are worked on at once."""
+    """How many matrices of a stack are worked on at once, a divisor of all of them."""
     batch, rows, columns = shape
     if platform.largest_slice is None:
         return batch
-    most = platform.largest_slice * devices_in_use()
-    return min(batch, max(most // max(rows * columns, 1), 1))
+    most = platform.largest_slice * devices_in_use() // max(rows * columns, 1)
+    return next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= max(most, 1))
 
 
 def each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:
@@ -130,7 +130,7 @@ def each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) ->
       For each leaf the results with the stack's axis in front.
     """
     leaves = zip(plans, *operands, strict=True)
-    return [_of_stack(plan, leaf, function=function, some=None) for plan, *leaf in leaves]
+    return [_of_stack(plan, leaf, function=function, at_once=plan.batch) for plan, *leaf in leaves]
 
 
 def sweep(
@@ -163,9 +163,8 @@ def sweep(
             stack = stack._replace(q=begin_after(plan.platform, done, stack.q))
         tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)
         tiled = function if tiles == 1 else _Tiled(function, tiles, like_q, like_u)
-        count = matrices_at_once(plan.platform, stack.grad.shape)
-        some = count if count < stack.grad.shape[0] else None
-        results.append(_of_stack(plan, [stack, *rest], function=tiled, some=some))
+        at_once = matrices_at_once(plan.platform, stack.grad.shape)
+        results.append(_of_stack(plan, [stack, *rest], function=tiled, at_once=at_once))
     return results
 
 
@@ -196,15 +195,16 @@ class _Tiled(NamedTuple):
 
 
 # Leaves of one shape share what is traced, which takes longer than the rest of tracing.
-@partial(jax.jit, static_argnames=("function", "some"))
+@partial(jax.jit, static_argnames=("function", "at_once"))
 def _of_stack(
-    plan: Plan, operands: Sequence[Any], *, function: Callable[..., Any], some: int | None
+    plan: Plan, operands: Sequence[Any], *, function: Callable[..., Any], at_once: int
 ) -> Any:
-    """A function of a plan and one matrix for all of a stack, or for `some` at once."""
-    if plan.batch == 1:  # without the axis of the stack
-        result = function(plan, *jax.tree.map(lambda x: x[0], operands))
-        return jax.tree.map(lambda x: x[None], result)
-    if some is None:
+    """A function of a plan and one matrix for all of a stack, or for some of them at once."""
+
+    def of_some(operands: Any, _: None) -> Any:
+        if len(jax.tree.leaves(operands)[0]) == 1:  # without the axis of the stack
+            result = function(plan, *jax.tree.map(lambda x: x[0], operands))
+            return jax.tree.map(lambda x: x[None], result)
         return jax.vmap(partial(function, plan))(*operands)
-    batch_size = some if some > 1 else None
-    return jax.lax.map(lambda x: function(plan, *x), tuple(operands), batch_size=batch_size)
+
+    return in_tiles(of_some, plan.batch // at_once, operands, None)

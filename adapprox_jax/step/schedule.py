@@ -28,7 +28,7 @@ from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
 from adapprox_jax.step.platform import GPU, Platform, on_platform
 from adapprox_jax.step.scalars import StepScalars
-from adapprox_jax.step.xla_order import begin_after, materialize
+from adapprox_jax.step.xla_order import begin_after, first_two, materialize
 
 Stepped = list[tuple[jax.Array, LeafState]]
 _WithSquares = list[tuple[jax.Array, LeafState, jax.Array | None]]  # sums of squares of matrices
@@ -78,7 +78,8 @@ def _leaf_after_leaf(
     """One step for one leaf after the other, so that the intermediates of few are in memory."""
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     scalars = scalars.replaced(draws=materialize(scalars.draws))
-    done, last_error = jnp.zeros(2), jnp.zeros(())
+    # The first leaf waits for its gradient, or XLA would work on its state long before.
+    done, last_error = None, jnp.zeros(())
     leaves = list(zip(grads, states, strict=True))
     kinds = [v if state.is_factored else None for v, state in zip(views, states, strict=True)]
     groups = alike(leaves, kinds)
@@ -88,6 +89,7 @@ def _leaf_after_leaf(
         if len(group) > 1:
             (grad, state), view = stacked([leaves[i] for i in group]), view.stacked()
         if state.is_factored:
+            done = first_two(grad) if done is None else done
             state = state._replace(q=begin_after(static["platform"], done, state.q))
         stepped = _together(scalars, [grad], [state], views=(view,), **static)
         [(scaled, new, squares)] = stepped

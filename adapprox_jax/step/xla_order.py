@@ -16,15 +16,14 @@ def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Ar
 
     Args:
       platform: The one in use.
-      done: At least two numbers, few on CPUs: of one XLA knows that its square is never negative.
+      done: At least two numbers, few on CPUs.
       array: Any.
     """
     if not varies_no_more(done, array):
         return array
     if not platform.leaf_after_leaf:
         return jax.lax.optimization_barrier((done, array))[1]
-    ready = jnp.sum(jnp.square(done.astype(jnp.float32)))
-    return jnp.where(ready < 0, 0, array).astype(array.dtype)
+    return jnp.where(_never(done), 0, array).astype(array.dtype)
 
 
 def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
@@ -39,8 +38,9 @@ def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
     """
 
     def wait(platform: Platform, update: jax.Array, array: jax.Array) -> jax.Array:
-        some = update[(0,) * (update.ndim - 1)][:2]
-        return begin_after(platform, some, array) if platform.leaf_after_leaf else array
+        return (
+            begin_after(platform, first_two(update), array) if platform.leaf_after_leaf else array
+        )
 
     if devices_in_use() > 1:
         return array
@@ -48,16 +48,21 @@ def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
     return waits
 
 
-@jax.jit
 def materialize(array: jax.Array) -> jax.Array:
-    """The array as the result of a loop over its rows, so that it is worked out once.
+    """A floating-point array that XLA works out once, although several kernels read it.
 
-    On CPUs XLA works an elementwise array out anew in each kernel that reads it, once a leaf, and
-    ignores `optimization_barrier` there, too.
-
-    Args:
-      array: Of at least two rows, to have an effect: XLA inlines a loop of one.
+    On CPUs XLA works an elementwise array out anew in each kernel that reads it, and ignores
+    `optimization_barrier` there, too. It does not do so with a division: here by ones that it
+    cannot know.
     """
-    rows = array.shape[0]
-    empty = jnp.zeros_like(array)
-    return jax.lax.fori_loop(0, rows, lambda row, kept: kept.at[row].set(array[row]), empty)
+    return array / jnp.where(_never(first_two(array)), array, 1)
+
+
+def first_two(array: jax.Array) -> jax.Array:
+    """The first two numbers of an array, (2,); of fewer, what there is."""
+    return array[(0,) * (array.ndim - 1)][:2] if array.ndim else array
+
+
+def _never(numbers: jax.Array) -> jax.Array:
+    """False, once at least two numbers are there: of one XLA knows that no square is negative."""
+    return jnp.sum(jnp.square(numbers.astype(jnp.float32))) < 0

@@ -15,6 +15,7 @@ from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, from_matrices, to_matrices
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import (
+    devices_in_use,
     is_compilers_mesh,
     using_mesh_of,
     with_automatic_axes,
@@ -23,7 +24,7 @@ from adapprox_jax.sharding.matrix_exchange import each_on_one_device, pools
 from adapprox_jax.step.alike import MANY, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of, together
 from adapprox_jax.step.platform import Platform, on_platform
-from adapprox_jax.step.xla_order import begin_after
+from adapprox_jax.step.xla_order import begin_after, first_two
 
 
 def orthogonalize(
@@ -131,7 +132,11 @@ def _of_stacks(
             last = done[0]
             for i, x in zip(some, done, strict=True):
                 longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
-                results[i] = x.astype(stacks[i].dtype) * math.sqrt(longest)
+                scale: float | jax.Array = math.sqrt(longest)
+                if platform.leaf_after_leaf and devices_in_use() == 1:
+                    # XLA makes a whole array of a number that it knows, long before.
+                    scale = begin_after(platform, first_two(x), jnp.asarray(scale, x.dtype))
+                results[i] = x.astype(stacks[i].dtype) * scale
     return results
 
 
@@ -180,9 +185,14 @@ def _in_turn(steps: int, platform: Platform, stack: jax.Array) -> jax.Array:
         return jax.lax.optimization_barrier(newton_schulz(batch, steps, dtype, unroll))
 
     at_once = _at_once(platform, stack.shape)
-    whole = len(stack) // at_once * at_once
     if len(stack) <= at_once:
         return of_some(stack)
-    batches = stack[:whole].reshape(-1, at_once, *stack.shape[1:])
-    done = jax.lax.map(of_some, batches).reshape(whole, *stack.shape[1:])
-    return done if whole == len(stack) else jnp.concatenate([done, of_some(stack[whole:])])
+
+    def one_batch(i: jax.Array, stack: jax.Array) -> jax.Array:
+        batch = jax.lax.dynamic_slice_in_dim(stack, i * at_once, at_once)
+        return jax.lax.dynamic_update_slice_in_dim(stack, of_some(batch), i * at_once, 0)
+
+    # In place: XLA makes the empty result of a `jax.lax.map` long before the loop.
+    whole = len(stack) // at_once * at_once
+    done = jax.lax.fori_loop(0, whole // at_once, one_batch, stack)
+    return done if whole == len(stack) else jnp.concatenate([done[:whole], of_some(stack[whole:])])

@@ -18,6 +18,9 @@ from adapprox_jax.linalg.split_floats import (
     upper_part,
 )
 from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.sharding.axes import devices_in_use
+from adapprox_jax.step.platform import Platform, on_platform
+from adapprox_jax.step.xla_order import materialize
 from adapprox_jax.transforms.in_float32 import check_half, difference, stepped
 
 _Tree = TypeVar("_Tree")
@@ -127,6 +130,7 @@ def split_weights(
                 )
         weights = list(map(joined, halves, remainders.arrays))
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
+        new = on_platform(_read_twice, new)
         steps = [difference(upper_part(x, half, kept), p) for x, p in zip(new, halves, strict=True)]
         # What optax.apply_updates will give, which is another number where the step was rounded:
         # where a weight shrinks by far. The remainder belongs to it.
@@ -139,6 +143,18 @@ def split_weights(
         return leaves.filled(steps), state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _read_twice(platform: Platform, weights: list[jax.Array]) -> list[jax.Array]:
+    """New weights, in memory on CPUs, so that they are not made anew from the old ones.
+
+    There the new halves and the remainders are made by two kernels. If both read the old halves,
+    these cannot be overwritten, and XLA copies all of them before the step begins. Not on a mesh in
+    use, where a few numbers of each would be sent around.
+    """
+    if not platform.leaf_after_leaf or devices_in_use() > 1:
+        return weights
+    return list(map(materialize, weights))
 
 
 def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax.OptState]:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from adapprox_jax import SplitWeightsState, join_weights, split, split_weights
+from tests.linalg.test_tiles import of_newer_compilers
 from tests.params.test_named_arrays import AXES, NamedArray, is_named
 
 SHAPES = {"kernel": (64, 96), "stack": (2, 64, 64), "bias": (96,), "scalar": ()}
@@ -428,3 +429,39 @@ def test_a_checkpoint_keeps_every_bit(tmp_path):
         jax.tree.leaves(run(tx, params, state, 2)), jax.tree.leaves(run(tx, *back, 2)), strict=True
     ):
         np.testing.assert_array_equal(a, b)
+
+
+@of_newer_compilers
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.sgd(1e-3),
+        adapprox_jax.adapprox(1e-3, mu_dtype="int4"),
+        adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4"),
+    ],
+    ids=["sgd", "adapprox", "adapprox_muon"],
+)
+def test_on_a_cpu_a_training_step_needs_no_more_than_its_gradients(inner):
+    """Not while activations are there: no copies of weights, and nothing of the update."""
+    tx = split_weights(inner)
+    stacks = {"in": (12, 256, 512), "out": (12, 512, 256)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in stacks.items()}
+    state = jax.eval_shape(tx.init, params)
+    batch = jax.ShapeDtypeStruct((8192, 256), jnp.bfloat16)
+
+    def loss(params, x):
+        layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(x @ w["in"]) @ w["out"], None))
+        return jnp.mean(jnp.square(jax.lax.scan(layer, x, params)[0].astype(jnp.float32)))
+
+    def step(params, state, batch):
+        updates, state = tx.update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    def temporaries(function, *arguments, **more):
+        compiled = jax.jit(function, **more).lower(*arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    whole = temporaries(step, params, state, batch, donate_argnums=(0, 1))
+    more = whole - temporaries(jax.grad(loss), params, batch)
+    count = sum(x.size for x in params.values())
+    assert more < 2.5 * count  # bytes; the gradients have 2 a weight
