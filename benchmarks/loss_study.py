@@ -51,6 +51,9 @@ SETTINGS = {
     "small, prose, no warmup": dataclasses.replace(_SMALL, data=_PROSE, warmup=0),
     "small, code, 1600 steps": dataclasses.replace(_SMALL, steps=1600, warmup=80, eval_every=100),
     "small, code, 6400 steps": dataclasses.replace(_SMALL, steps=6400, warmup=320, eval_every=400),
+    "small, prose, 1600 steps": dataclasses.replace(
+        _SMALL, data=_PROSE, steps=1600, warmup=80, eval_every=100
+    ),
     "larger": _LARGER,
     "longer": dataclasses.replace(_LARGER, steps=4000, warmup=200, eval_every=400),
 }
@@ -188,6 +191,7 @@ CONTENDERS |= {
     for name, make in {
         "adapprox_muon": _adapprox_muon,
         "adapprox_muon 4 bits": functools.partial(_adapprox_muon, mu_dtype="int4"),
+        "NorMuon": functools.partial(_adapprox_muon, **_EXACT),
         "Muon, q k v separate": lambda b1, scale: _separate(
             _decayed(contenders.muon, b1=b1, other_rate=scale)
         ),

@@ -182,6 +182,7 @@ def blocks() -> dict[str, str]:
     }
     kinds = get_args(Weights)[1:]
     found["weights"] = _variants("weights.jsonl", dict.fromkeys(WEIGHTS, kinds), of_defaults)
+    found["micro-batches"] = _variants("micro_batches.jsonl", dict.fromkeys(WEIGHTS, ("split",)))
     old = ("blocks along the last axis",)
     blocks = {"adapprox 4 bits": old, "adapprox_muon 4 bits": old}
     found["blocks"] = _variants("blocks.jsonl", blocks)
