@@ -10,6 +10,7 @@ import numpy as np
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.split_floats import REMAINDERS, joined, parts
 from adapprox_jax.params.leaves import Leaves, fitting
+from adapprox_jax.sharding.axes import varies_no_more, varying_alike
 
 
 def accumulate(
@@ -27,14 +28,15 @@ def accumulate(
         `jax.value_and_grad(loss)` gives them. The value may be a tree of floating-point arrays,
         as with `has_aux`.
       params: Parameters, real, of 16 bits or more.
-      batches: A tree of arrays with the micro-batches along a first axis.
+      batches: A tree of arrays with the micro-batches along a first axis. Put a list of them
+        together by `jax.tree.map(lambda *x: jnp.stack(x), *batches)`.
 
     Returns:
       The means of value and gradients over the micro-batches, of the types that `function` gives.
 
     Raises:
       ValueError: the arrays of `batches` have first axes of different lengths, or of none, or
-        `function` gives no such pair.
+        `function` is none, or gives no such pair.
       TypeError: a part of the value, or a gradient, is no real floating-point array.
 
     Examples:
@@ -48,8 +50,12 @@ def accumulate(
 
     Source: FlashOptim (2602.23349) for the remainders.
     """
+    if not callable(function):
+        raise ValueError(
+            f"function is {function!r}; allowed: a function of parameters and a batch."
+        )
     count = _count_of(batches)
-    one = jax.eval_shape(lambda x: jax.tree.map(lambda x: x[0], x), batches)
+    one = jax.tree.map(lambda x: x[0], batches)
     of_params = Leaves.of(params, "parameter")
     found = jax.eval_shape(function, params, one)
     if not isinstance(found, tuple) or len(found) != 2:
@@ -64,24 +70,45 @@ def accumulate(
     def add(sums: Any, batch: Any) -> tuple[Any, None]:
         total, kept = sums
         value, gradients = function(params, batch)
-        total = jax.tree.map(lambda x, new: x + new.astype(x.dtype) / count, total, value)
+        total = jax.tree.map(lambda x, new: x + jnp.asarray(new, x.dtype) / count, total, value)
         kept = [
             _stored(_sum_of(pair) + x.astype(wide_dtype(x.dtype)) / count, x.dtype)
             for pair, x in zip(kept, Leaves.of(gradients).arrays, strict=True)
         ]
         return (total, kept), None
 
+    zeros = [jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in jax.tree.leaves(value_like)]
+    zeros += [
+        jnp.zeros_like(weight, wide_dtype(x.dtype))
+        for weight, x in zip(of_params.arrays, like.arrays, strict=True)
+    ]
+    zeros = _varying_as_sums(zeros, function, params, one)
+    count_of_values = len(zeros) - len(like.arrays)
     start = (
-        jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), value_like),
-        [
-            _stored(jnp.zeros_like(weight, wide_dtype(x.dtype)), x.dtype)
-            for weight, x in zip(of_params.arrays, like.arrays, strict=True)
-        ],
+        jax.tree.unflatten(jax.tree.structure(value_like), zeros[:count_of_values]),
+        [_stored(x, of.dtype) for x, of in zip(zeros[count_of_values:], like.arrays, strict=True)],
     )
     (total, kept), _ = jax.lax.scan(add, start, batches)
     value = jax.tree.map(lambda x, like: x.astype(like.dtype), total, value_like)
     means = [_sum_of(pair).astype(x.dtype) for pair, x in zip(kept, like.arrays, strict=True)]
     return value, like.filled(means)
+
+
+def _varying_as_sums(
+    zeros: list[jax.Array], function: Callable[[Any, Any], Any], params: Any, batch: Any
+) -> list[jax.Array]:
+    """Zeros that vary over the devices of a `jax.shard_map` where what is added to them does."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return zeros
+    varies: list[bool] = []
+
+    def ask(params: Any, batch: Any, zeros: list[jax.Array]) -> None:
+        found = jax.tree.leaves(function(params, batch))
+        varies.extend(not varies_no_more(x, z) for x, z in zip(found, zeros, strict=True))
+
+    jax.eval_shape(ask, params, batch, zeros)
+    varying, _ = varying_alike((zeros, (params, batch)))
+    return [v if is_so else z for z, v, is_so in zip(zeros, varying, varies, strict=True)]
 
 
 def _stored(total: jax.Array, dtype: np.dtype) -> tuple[jax.Array, ...]:
@@ -96,8 +123,8 @@ def _sum_of(kept: tuple[jax.Array, ...]) -> jax.Array:
 def _count_of(batches: Any) -> int:
     """The number of micro-batches. Raises ValueError where arrays disagree, or there is none."""
     leaves = Leaves.of(batches)
-    lengths = [np.shape(x)[0] if np.ndim(x) else 0 for x in leaves.arrays]
-    if len(set(lengths)) != 1 or 0 in lengths:
+    lengths = [np.shape(x)[0] if np.ndim(x) else "none" for x in leaves.arrays]
+    if len(set(lengths)) != 1 or lengths[0] in (0, "none"):
         given = [f"{length} at {name}" for name, length in zip(leaves.names, lengths, strict=True)]
         raise ValueError(
             f"batches have first axes of lengths {', '.join(given) or 'none'}; allowed: one length"

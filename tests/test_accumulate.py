@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from adapprox_jax import accumulate
 from tests.params.test_named_arrays import AXES, NamedArray
@@ -63,6 +65,47 @@ def test_values_may_be_trees_and_batches_too():
     np.testing.assert_array_equal(gradient, [2.0, 3.0])
 
 
+def test_a_value_may_have_numbers_that_are_no_arrays():
+    def loss_with_tokens(params, batch):
+        return loss(params, batch), {"tokens": 8.0}
+
+    both = jax.value_and_grad(loss_with_tokens, has_aux=True)
+    (_, more), _ = accumulate(both, *inputs(jnp.float32))
+    assert more["tokens"] == 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("summed", ["outside", "inside", "of varying weights"])
+def test_under_shard_map(summed, dtype):
+    """Values and gradients vary over the devices where the function's do, and else not."""
+    params, batches = inputs(dtype)
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    both = jax.value_and_grad(loss)
+    in_specs = P("data") if summed == "of varying weights" else P()
+
+    def of_part(params, batches):
+        if summed == "inside":
+            return accumulate(lambda p, x: jax.lax.pmean(both(p, x), "data"), params, batches)
+        value, gradients = accumulate(both, params, batches)
+        return jax.lax.pmean(value, "data"), jax.lax.pmean(gradients, "data")
+
+    if summed == "of varying weights":
+        params = jax.tree.map(lambda x: jnp.concatenate([x] * 4), params)
+    run = jax.shard_map(
+        of_part, mesh=mesh, in_specs=(in_specs, P(None, "data")), out_specs=(P(), P())
+    )
+    value, gradients = jax.jit(run)(params, batches)
+    whole, _ = inputs(dtype)
+    expected, of_whole = accumulate(both, whole, batches)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    if summed == "of varying weights":
+        bound = COUNT * 2.0**-16 + 2.0**-7 if dtype == jnp.bfloat16 else 1e-6
+        for name, gradient in gradients.items():
+            of_one = np.asarray(of_whole[name].astype(jnp.float32))
+            atol = bound * np.max(np.abs(of_one))
+            np.testing.assert_allclose(gradient.astype(jnp.float32), of_one, atol=atol)
+
+
 def test_a_mean_of_many_values_in_bfloat16_is_right():
     def function(params, x):
         return x.astype(jnp.bfloat16), params
@@ -85,7 +128,7 @@ def test_boxes():
     ("batches", "message"),
     [
         ({"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, r"lengths 3 at \['a'\], 2 at \['b'\]"),
-        (jnp.ones(()), "first axes of lengths 0"),
+        (jnp.ones(()), "first axes of lengths none at"),
         (jnp.ones((0, 2)), "first axes of lengths 0"),
         ({}, "first axes of lengths none"),
     ],
@@ -98,6 +141,7 @@ def test_bad_batches(batches, message):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
+        (3, r"function is 3; allowed: a function of parameters and a batch"),
         (jax.grad(loss), r"function gave a dict; allowed: a pair"),
         (lambda p, x: ((x.sum(), jnp.int32(2)), p), r"\[1\]: the value has type int32"),
         (lambda p, x: (x.sum(), {"in": p["in"]}), r"got none in the gradients"),

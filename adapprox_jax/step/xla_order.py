@@ -59,8 +59,10 @@ def materialize(array: jax.Array) -> jax.Array:
 
 
 def first_two(array: jax.Array) -> jax.Array:
-    """The first two numbers of an array, (2,); of fewer, what there is."""
-    return array[(0,) * (array.ndim - 1)][:2] if array.ndim else array
+    """The first two numbers of an array, (2,); of fewer, what there is: then nothing waits."""
+    if array.size < 2:
+        return array.ravel()
+    return array[(0,) * (array.ndim - 1)][:2]
 
 
 def _never(numbers: jax.Array) -> jax.Array:

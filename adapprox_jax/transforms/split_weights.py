@@ -53,7 +53,7 @@ def split_weights(
 
     With 24 bits a bfloat16 weight is always known to 2^-16 of its size. Where steps are smaller, as
     in fine-tuning at a rate of 1e-6, take 32 bits. Then a weight is a float32 number, and nothing
-    is lost. Of float16, weights beyond 65,519 stay there, and those below 6e-5 are known to 2^-38.
+    is lost. Of float16, weights beyond 65,519 are cut to it, and those below 6e-5 are known to 2^-38.
 
     Rate, weight decay and all else that changes updates or looks at their types belong into `tx`,
     as do `optax.apply_if_finite` and `schedule_free`. Around it their results are silently wrong.
@@ -183,6 +183,8 @@ def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax
     """
     require_transformation("tx", tx)
     state = tx.init(params)
+    if not _split_states(state):
+        raise ValueError("tx splits no weights; allowed: split_weights(...), alone or wrapped.")
 
     def upper(_: str, wide: jax.Array, remainder: jax.Array, half: np.dtype) -> jax.Array:
         return upper_part(wide.astype(jnp.float32), half, remainder.dtype)
@@ -223,12 +225,18 @@ def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
     return _with_parts(params, state, join)
 
 
+def _split_states(state: Any) -> list[SplitWeightsState]:
+    """The states of `split_weights` in that of an optimizer, and in one another."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SplitWeightsState))
+    states = [node for node in nodes if isinstance(node, SplitWeightsState)]
+    return [x for node in states for x in (node, *_split_states(node.inner_state))]
+
+
 def _with_parts(
     params: _Tree, state: Any, function: Callable[[str, Any, Any, np.dtype], jax.Array]
 ) -> _Tree:
     """Parameters with a function of path, weight, remainder and type where a weight is split."""
-    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, SplitWeightsState))
-    states = [node for node in nodes if isinstance(node, SplitWeightsState)]
+    states = _split_states(state)
     if not states:
         raise ValueError(
             "the state has no remainders; expected that of split_weights, or of what wraps it."

@@ -213,6 +213,16 @@ def test_under_wrappers(name):
     assert all(1e-4 < moved[leaf] < 1e-2 for leaf in split_leaves)
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 4, 3), (5, 0), (1, 1)])
+def test_leaves_with_few_weights_or_none(shape):
+    tx = split_weights(adapprox_jax.adapprox_muon(0.5))
+    params, state = split(tx, {"w": jnp.ones(shape)})
+    for update in (tx.update, jax.jit(tx.update)):
+        updates, _ = update(params, state, params)
+        assert updates["w"].shape == shape
+        assert bool((optax.apply_updates(params, updates)["w"] < 1).all())
+
+
 def test_around_multi_steps():
     tx = split_weights(optax.MultiSteps(optax.sgd(1e-3), 2).gradient_transformation())
     params, state = split(tx, weights())
@@ -375,7 +385,7 @@ BAD = {
         lambda: split_weights(SGD).update(HALF, split_weights(SGD).init(HALF)),
         "params is None",
     ),
-    "nothing is split": (lambda: split(SGD, WIDE), "has no remainders"),
+    "nothing is split": (lambda: split(SGD, WIDE), "tx splits no weights; allowed"),
     "joined by another state": (lambda: join_weights(HALF, SGD.init(HALF)), "has no remainders"),
     "joined with others": (
         lambda: join_weights({"w": jnp.ones(4)}, split_weights(SGD).init(HALF)),
@@ -393,6 +403,7 @@ BAD = {
         lambda: split(optax.chain(split_weights(SGD), split_weights(SGD)), WIDE),
         "two remainders",
     ),
+    "split within": (lambda: split(split_weights(split_weights(SGD)), WIDE), "two remainders"),
     "a gradient's shape": (
         lambda: updated(split_weights(SGD), HALF, grads={"w": jnp.ones((1, 3))}),
         r"the gradient has shape \(1, 3\); expected \(3,\)",
