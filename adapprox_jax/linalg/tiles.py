@@ -1,4 +1,4 @@
-"""Functions of a large matrix worked on a few rows at a time, so that no intermediate is large."""
+"""Functions of a large array worked on a few of its rows at a time: intermediates are small."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +23,7 @@ def tile_count(shape: tuple[int, ...], largest_whole: int | None) -> int:
     if largest_whole is None or rows * columns <= largest_whole:
         return 1
     wanted = rows * columns / _TILE
+    # From an eighth to eight times as many as wanted.
     divisors = [d for d in range(1, rows + 1) if rows % d == 0 and d <= 8 * wanted <= 64 * d]
     return min(divisors, key=lambda d: max(d / wanted, wanted / d), default=1)
 

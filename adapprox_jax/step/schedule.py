@@ -98,7 +98,7 @@ def _leaf_after_leaf(
         else:
             results[group[0]] = scaled, new
         if squares is not None:
-            # A leaf waits for the last quotient of the one before it and the factors of the one
+            # A leaf waits for the squares of the quotient before it and the factors of the leaf
             # before that: small decompositions run beside the next leaf's products.
             done = jnp.stack([jnp.sum(squares).astype(jnp.float32), last_error])
             last_error = jnp.max(new.error).astype(jnp.float32)

@@ -53,7 +53,8 @@ def split_weights(
 
     With 24 bits a bfloat16 weight is always known to 2^-16 of its size. Where steps are smaller, as
     in fine-tuning at a rate of 1e-6, take 32 bits. Then a weight is a float32 number, and nothing
-    is lost. Of float16, weights beyond 65,519 are cut to it, and those below 6e-5 are known to 2^-38.
+    is lost. In float16, weights beyond 65,519 are cut to it, and those below 6e-5 are known to
+    2^-38.
 
     Rate, weight decay and all else that changes updates or looks at their types belong into `tx`,
     as do `optax.apply_if_finite` and `schedule_free`. Around it their results are silently wrong.
