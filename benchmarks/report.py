@@ -113,11 +113,14 @@ MEMORIES = (
     *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
     *(
         f"{name}, b1 {b1:g}, other parameters x2"
-        for name in ("adapprox_muon", "adapprox_muon 4 bits", "Muon, q k v separate")
+        for name in ("adapprox_muon", "adapprox_muon 4 bits", "NorMuon", "Muon, q k v separate")
         for b1 in (0.8, 0.9, 0.95)
     ),
 )
-LENGTHS = ("small, code", "small, code, 1600 steps", "small, code, 6400 steps")
+LENGTHS = (
+    *("small, code", "small, code, 1600 steps", "small, code, 6400 steps"),
+    "small, prose, 1600 steps",
+)
 # Runs of the defaults of today, whose last one is compared with.
 SMALL = ("small, code", "small, prose")
 MOMENTUM = (

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.sharding.axes import devices_in_use, varies_no_more
+from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding, varies_no_more
 from adapprox_jax.step.platform import Platform, on_platform
 
 
@@ -59,9 +59,12 @@ def materialize(array: jax.Array) -> jax.Array:
 
 
 def first_two(array: jax.Array) -> jax.Array:
-    """The first two numbers of an array, (2,); of fewer, what there is: then nothing waits."""
-    if array.size < 2:
-        return array.ravel()
+    """The first two numbers of an array, (2,).
+
+    A zero, so that nothing waits, if there are fewer, or under explicit axes, which are sharded.
+    """
+    if array.size < 2 or explicit_sharding(array) is not None:
+        return jnp.zeros(1)
     return array[(0,) * (array.ndim - 1)][:2]
 
 

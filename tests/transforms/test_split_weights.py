@@ -213,6 +213,17 @@ def test_under_wrappers(name):
     assert all(1e-4 < moved[leaf] < 1e-2 for leaf in split_leaves)
 
 
+def test_explicit_axes_of_a_mesh_that_is_not_in_use():
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    placed = {"w": jax.device_put(weights()["stack"], NamedSharding(mesh, P(None, "x", "y")))}
+    tx = split_weights(adapprox_jax.adapprox(1e-3))
+    params, state = jax.jit(lambda params: split(tx, params))(placed)
+    updates, _ = jax.jit(tx.update)(params, state, params)
+    assert updates["w"].sharding.spec == P(None, "x", "y")
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 4, 3), (5, 0), (1, 1)])
 def test_leaves_with_few_weights_or_none(shape):
     tx = split_weights(adapprox_jax.adapprox_muon(0.5))
