@@ -150,7 +150,7 @@ def check_state(state: Any, expected: type, transformation: str) -> None:
     if not isinstance(state, expected):
         raise ValueError(
             f"{transformation} got a state of type {type(state).__name__}; expected"
-            f" {expected.__name__}. Was the state made with other settings?"
+            f" {expected.__name__}. Was it made by another optimizer or with other settings?"
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from adapprox_jax.step.platform import Platform, on_platform
 
-_SMALL = 10**5  # numbers of an array that may be copied
+SMALL = 10**5  # numbers of an array that may be copied
 MANY = 8  # fewer take no longer one by one
 
 
@@ -34,7 +34,7 @@ def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
     for i, (tree, kind) in enumerate(zip(trees, kinds, strict=True)):
         arrays = jax.tree.leaves(tree)
         key = kind, tuple((x.shape, x.dtype) for x in arrays)
-        alone = on_mesh or kind is None or arrays[0].size > _SMALL
+        alone = on_mesh or kind is None or arrays[0].size > SMALL
         groups.setdefault(i if alone else key, []).append(i)
     parts = ([group] if len(group) >= MANY else [[i] for i in group] for group in groups.values())
     return [part for several in parts for part in several]

@@ -14,11 +14,10 @@ import numpy as np
 
 from adapprox_jax.linalg.tiles import in_tiles, tile_count
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding
+from adapprox_jax.step.alike import SMALL
 from adapprox_jax.step.matrix import Matrix, Plan
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after
-
-_SMALL = 10**5  # numbers of an array that may be copied
 
 
 class Grouping(NamedTuple):
@@ -90,9 +89,9 @@ def together(
 def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     """The sum of each of the arrays in stacks, (batch, ...) -> (batch,).
 
-    Of small ones together on accelerators; large ones are not copied for that.
+    Together on accelerators; those of large matrices are not copied for that.
     """
-    results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > _SMALL}
+    results = {i: _sum(x) for i, x in enumerate(stacks) if math.prod(x.shape[1:]) > SMALL}
     small = [i for i in range(len(stacks)) if i not in results]
 
     def sums(platform: Platform, stacks: Sequence[jax.Array]) -> list[jax.Array]:
@@ -178,11 +177,8 @@ class _Tiled(NamedTuple):
 
     def __call__(self, plan: Plan, matrix: Matrix, *more: Any) -> Any:
         ends = self.like_q, self.like_q + self.like_u
-        qs, us, rest = (
-            [matrix.q, *more[: ends[0]]],
-            [matrix.u, *more[slice(*ends)]],
-            more[ends[1] :],
-        )
+        qs, us = [matrix.q, *more[: ends[0]]], [matrix.u, *more[slice(*ends)]]
+        rest = more[ends[1] :]
         cut, whole = (qs, us) if plan.axis == 0 else (us, qs)
 
         def of_tile(cut: Any, whole: Any) -> Any:

@@ -110,10 +110,14 @@ def _of_stacks(
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     last: jax.Array | None = None
-    alike = [group for kind in grouping_of(stacks).kinds for group in kind]
-    places = places_within(alike, stacks) if platform.leaf_after_leaf else []
-    cuts = [(group, cut) for group in alike for cut in dict.fromkeys(parts[i] for i in group)]
-    for group, cut in [([i for i in group if parts[i] == cut], cut) for group, cut in cuts]:
+    groups = [group for kind in grouping_of(stacks).kinds for group in kind]
+    places = places_within(groups, stacks) if platform.leaf_after_leaf else []
+    cut_alike = [
+        ([i for i in group if parts[i] == cut], cut)
+        for group in groups
+        for cut in dict.fromkeys(parts[i] for i in group)
+    ]
+    for group, cut in cut_alike:
         work = partial(_each_part, partial(_in_turn, steps, platform), cut)
         on_mesh = is_compilers_mesh()
         for some in pools(names, stacks, group) if on_mesh else _batches(platform, stacks, group):
