@@ -38,9 +38,9 @@ def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
     """
 
     def wait(platform: Platform, update: jax.Array, array: jax.Array) -> jax.Array:
-        return (
-            begin_after(platform, first_two(update), array) if platform.leaf_after_leaf else array
-        )
+        if not platform.leaf_after_leaf:
+            return array
+        return begin_after(platform, first_two(update), array)
 
     if devices_in_use() > 1:
         return array

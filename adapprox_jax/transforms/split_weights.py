@@ -131,7 +131,7 @@ def split_weights(
                 )
         weights = list(map(joined, halves, remainders.arrays))
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
-        new = on_platform(_read_twice, new)
+        new = on_platform(_in_memory_on_cpus, new)
         steps = [difference(upper_part(x, half, kept), p) for x, p in zip(new, halves, strict=True)]
         # What optax.apply_updates will give, which is another number where the step was rounded:
         # where a weight shrinks by far. The remainder belongs to it.
@@ -146,7 +146,7 @@ def split_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _read_twice(platform: Platform, weights: list[jax.Array]) -> list[jax.Array]:
+def _in_memory_on_cpus(platform: Platform, weights: list[jax.Array]) -> list[jax.Array]:
     """New weights, in memory on CPUs, so that they are not made anew from the old ones.
 
     There the new halves and the remainders are made by two kernels. If both read the old halves,
