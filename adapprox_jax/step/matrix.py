@@ -308,10 +308,9 @@ def errors_of(terms: ErrorTerms) -> Errors:
     norm_squared = terms.residual + jnp.square(terms.norm)
     error = jnp.sqrt(terms.residual / jnp.where(norm_squared == 0, 1, norm_squared))
     error = error.astype(terms.last_drift.dtype)
-    norm = within_range(terms.unit * terms.norm, terms.last_drift.dtype)
+    norm = (terms.unit * terms.norm).astype(terms.last_drift.dtype)
     left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
-    drift = within_range(terms.last_drift * terms.decay + left_out, terms.last_drift.dtype)
-    return Errors(error, drift.astype(terms.last_drift.dtype))
+    return Errors(error, terms.last_drift * terms.decay + left_out)
 
 
 def new_state(
@@ -329,7 +328,7 @@ def new_state(
     """
     u = within_range(factors.u * plan.approximation.of_scale(scale), last.u.dtype)
     new = LeafState(factors.q, u, rank, errors.error, errors.drift)
-    is_finite = jnp.isfinite(errors.error)
+    is_finite = jnp.isfinite(errors.error) & jnp.isfinite(errors.drift)
     return jax.tree.map(lambda x, old: jnp.where(is_finite, x.astype(old.dtype), old), new, last)
 
 
