@@ -1,7 +1,8 @@
 """Small leaves that are alike go together as a stack, so that many are soon compiled.
 
-On CPUs alone, where kernels that are alike are compiled once. What is cut out of an array at a
-place that the compiler knows is a separate kernel. So places are numbers that it does not know.
+On CPUs alone, where kernels that are alike are compiled once. Leaves of about the same shape become
+alike by zeros around them. What is cut out of an array at a place that the compiler knows is a
+separate kernel. So places are numbers that it does not know.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -17,7 +18,11 @@ SMALL = 10**5  # numbers of an array that may be copied
 MANY = 8  # fewer take no longer one by one
 
 
-def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
+def alike(
+    trees: Sequence[Any],
+    kinds: Sequence[Hashable],
+    about: Callable[[tuple[int, ...]], Hashable] = tuple,
+) -> list[list[int]]:
     """Groups trees of arrays of the same shapes, types and kind. Large ones and few are alone.
 
     So is each on a mesh, even of one device, where arrays of one shape may be sharded otherwise.
@@ -25,6 +30,7 @@ def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
     Args:
       trees: The first array of each tells whether it is large.
       kinds: What else must be equal, or None for a tree that is to be alone.
+      about: What must be equal of shapes.
 
     Returns:
       The places of the members of each group.
@@ -33,34 +39,76 @@ def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
     on_mesh = not jax.sharding.get_abstract_mesh().empty
     for i, (tree, kind) in enumerate(zip(trees, kinds, strict=True)):
         arrays = jax.tree.leaves(tree)
-        key = kind, tuple((x.shape, x.dtype) for x in arrays)
+        key = kind, tuple((about(x.shape), x.dtype) for x in arrays)
         alone = on_mesh or kind is None or arrays[0].size > SMALL
         groups.setdefault(i if alone else key, []).append(i)
     parts = ([group] if len(group) >= MANY else [[i] for i in group] for group in groups.values())
     return [part for several in parts for part in several]
 
 
-def each_alike(function: Callable[..., Any], trees: Sequence[Any]) -> list[Any]:
+def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
+    """Trees that are alone become alike, if there are many of about their shapes.
+
+    Args:
+      trees: As in `alike`; what is done with them must not depend on zeros after the last numbers
+        along each axis.
+      kinds: As in `alike`.
+
+    Returns:
+      The trees, some with such zeros. `cut` takes these away.
+    """
+    results = list(trees)
+    alone = [group[0] for group in alike(trees, kinds) if len(group) == 1]
+    few, of_kinds = ([x[i] for i in alone] for x in (trees, kinds))
+    for group in alike(few, of_kinds, _about):
+        members = [few[i] for i in group]
+        shapes = jax.tree.map(lambda *x: np.max([y.shape for y in x], axis=0), *members)
+        for i in group:
+            results[alone[i]] = jax.tree.map(_with_zeros, few[i], shapes)
+    return results
+
+
+def _about(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Each size rounded up to two binary digits: 2, 3, 4, 6, 8, 12, ..., 64, 96, 128, ..."""
+    shifts = [max(n.bit_length() - 2, 0) for n in shape]
+    return tuple(-(-n >> shift << shift) for n, shift in zip(shape, shifts, strict=True))
+
+
+def _with_zeros(array: jax.Array, shape: np.ndarray) -> jax.Array:
+    missing = [(0, int(n - m), 0) for m, n in zip(array.shape, shape, strict=True)]
+    return jax.lax.pad(array, jnp.zeros((), array.dtype), missing)
+
+
+def cut(tree: Any, like: Any) -> Any:
+    """The first numbers along each axis, as many as the arrays of another tree have."""
+    return jax.tree.map(lambda x, y: x[tuple(map(slice, y.shape))], tree, like)
+
+
+def each_alike(
+    function: Callable[..., Any], trees: Sequence[Any], kinds: Sequence[Hashable]
+) -> list[Any]:
     """A function of each of some trees of arrays, on CPUs of those that are alike together.
 
     Args:
-      function: Of a tree of arrays.
+      function: From a tree of arrays to one of arrays of the same shapes, as in `padded`.
       trees: Of arrays.
+      kinds: As in `alike`.
     """
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.leaf_after_leaf:
             return list(map(function, trees))
-        groups = alike(trees, [()] * len(trees))
+        of_one_shape = padded(trees, kinds)
+        groups = alike(of_one_shape, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}
         for group in groups:
             if len(group) == 1:
                 results[group[0]] = function(trees[group[0]])
             else:
-                done = jax.vmap(function)(stacked([trees[i] for i in group]))
+                done = jax.vmap(function)(stacked([of_one_shape[i] for i in group]))
                 results.update(zip(group, unstacked(done, places[: len(group)]), strict=True))
-        return [results[i] for i in range(len(trees))]
+        return [cut(results[i], tree) for i, tree in enumerate(trees)]
 
     if not (trees and jax.sharding.get_abstract_mesh().empty):
         return list(map(function, trees))

@@ -71,6 +71,7 @@ class Matrix(NamedTuple):
     q: jax.Array
     u: jax.Array
     scale: jax.Array  # what G is divided by, a power of two
+    entries: jax.Array | None = None  # how many there are, if zeros stand around them
     target: jax.Array | None = None  # A, where it stays in memory
 
 
@@ -184,6 +185,8 @@ def quotient_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.A
     """The gradient over the root of V, in its type."""
     root = plan.approximation.root(target_of(plan, matrix, read_once=read_once))
     scaled = divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
+    if matrix.entries is not None:  # 0 / 0 is no number
+        scaled = jnp.where(matrix.grad == 0, 0, scaled)
     return scaled.astype(matrix.grad.dtype)
 
 
@@ -254,12 +257,15 @@ def sum_of_squares(plan: Plan, quotient: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(quotient.astype(wide_dtype(quotient.dtype))))
 
 
-def clipped(plan: Plan, quotient: jax.Array, squares: jax.Array) -> jax.Array:
+def clipped(
+    plan: Plan, quotient: jax.Array, squares: jax.Array, entries: jax.Array | None
+) -> jax.Array:
     """The quotient with a root mean square of d at most, in its type."""
     threshold = plan.scalars.clipping_threshold
     if threshold is None:
         return quotient
-    excess = jnp.maximum(1, jnp.sqrt(squares / quotient.size) / threshold)
+    mean = squares / (quotient.size if entries is None else entries)
+    excess = jnp.maximum(1, jnp.sqrt(mean) / threshold)
     return (quotient.astype(squares.dtype) / excess).astype(quotient.dtype)
 
 

@@ -73,6 +73,7 @@ def step_stacks(
     plans: Sequence[Plan],
     grads: Sequence[jax.Array],
     lasts: Sequence[LeafState],
+    entries: Sequence[jax.Array | None],
     chooses: jax.Array,
 ) -> list[tuple[jax.Array, LeafState, jax.Array]]:
     """One step of Algorithm 3 up to the clip, and with it if there is a threshold.
@@ -81,6 +82,7 @@ def step_stacks(
       plans: Of the leaves, all with the same settings.
       grads: Of each leaf its matrices, (batch, m, n) or (batch, n, m).
       lasts: Their states, with an axis for the batch in front.
+      entries: Where zeros stand around matrices, how many entries each has, (batch,).
       chooses: Whether this step chooses ranks.
 
     Returns:
@@ -110,8 +112,8 @@ def step_stacks(
     sizes = _sizes([last.u for last in lasts], grads)
     scales = each(scale_of, plans, grads, [jnp.max(x, axis=1) for x in sizes])
     stacks = [
-        Matrix(grad, last.q, last.u, scale)
-        for grad, last, scale in zip(grads, lasts, scales, strict=True)
+        Matrix(grad, last.q, last.u, scale, count)
+        for grad, last, scale, count in zip(grads, lasts, scales, entries, strict=True)
     ]
     if platform.keeps_targets:
         stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
@@ -147,7 +149,8 @@ def step_stacks(
     quotients = quotients or sweep(partial(quotient_of, read_once=True), plans, stacks)
     wide = (x.astype(wide_dtype(x.dtype)) for x in quotients)
     squares = squares or sums_of([jnp.square(x) for x in wide])
-    return list(zip(each(clipped, plans, quotients, squares), states, squares, strict=True))
+    updates = each(clipped, plans, quotients, squares, entries)
+    return list(zip(updates, states, squares, strict=True))
 
 
 def _choose_fixed(found: Found) -> list[Choice]:

@@ -6,7 +6,7 @@ small decompositions are then one, and so are the sums over devices.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.alike import alike, places_within, stacked, unstacked
+from adapprox_jax.step.alike import alike, cut, padded, places_within, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
 from adapprox_jax.step.platform import GPU, Platform, on_platform
@@ -80,18 +80,23 @@ def _leaf_after_leaf(
     scalars = scalars.replaced(draws=materialize(scalars.draws))
     # The first leaf waits for its gradient, or XLA would work on its state long before.
     done, last_error = None, jnp.zeros(())
-    leaves = list(zip(grads, states, strict=True))
-    kinds = [v if state.is_factored else None for v, state in zip(views, states, strict=True)]
+    kinds = [
+        _kind_of(grad, state, view, static["settings"]) if state.is_factored else None
+        for grad, state, view in zip(grads, states, views, strict=True)
+    ]
+    leaves = padded(list(zip(grads, states, strict=True)), kinds)
     groups = alike(leaves, kinds)
     places = places_within(groups, grads)
     for group in groups:
-        (grad, state), view = leaves[group[0]], views[group[0]]
+        (grad, state), view, entries = leaves[group[0]], views[group[0]], None
         if len(group) > 1:
             (grad, state), view = stacked([leaves[i] for i in group]), view.stacked()
+            if any(grads[i].shape != grad.shape[1:] for i in group):
+                entries = jnp.array([grads[i].size for i in group], jnp.float32)
         if state.is_factored:
             done = first_two(grad) if done is None else done
             state = state._replace(q=begin_after(static["platform"], done, state.q))
-        stepped = _together(scalars, [grad], [state], views=(view,), **static)
+        stepped = _together(scalars, [grad], [state], [entries], views=(view,), **static)
         [(scaled, new, squares)] = stepped
         if len(group) > 1:
             results.update(zip(group, unstacked((scaled, new), places[: len(group)]), strict=True))
@@ -102,7 +107,18 @@ def _leaf_after_leaf(
             # before that: small decompositions run beside the next leaf's products.
             done = jnp.stack([jnp.sum(squares).astype(jnp.float32), last_error])
             last_error = jnp.max(new.error).astype(jnp.float32)
-    return [results[i] for i in range(len(grads))]
+    return [cut(results[i], leaf) for i, leaf in enumerate(zip(grads, states, strict=True))]
+
+
+def _kind_of(
+    grad: jax.Array, state: LeafState, view: MatrixView, settings: Settings
+) -> tuple[Hashable, ...]:
+    """What must be equal of leaves that go together, beside about their shapes."""
+    _, rows, columns = view_shape(grad.shape, view)
+    capacity = state.q.shape[-1]
+    width = settings.subspace.width(capacity, min(rows, columns))
+    # Zeros after the numbers of each axis are rows and columns only of a leaf that is one matrix.
+    return view, capacity, width, rows <= columns, () if grad.ndim == 2 else grad.shape
 
 
 # Outside of a compiled step it is compiled by itself, once for each shape and settings.
@@ -111,6 +127,7 @@ def _together(
     scalars: StepScalars,
     grads: Sequence[jax.Array],
     states: Sequence[LeafState],
+    entries: Sequence[jax.Array | None] | None = None,
     *,
     platform: Platform,
     views: tuple[MatrixView, ...],
@@ -133,7 +150,7 @@ def _together(
             stacks.append(flat(to_matrices(grad, view)))
             lasts.append(jax.tree.map(flat, state))
         results: _WithSquares = []
-        stepped = step_stacks(plans, stacks, lasts, chooses)
+        stepped = step_stacks(plans, stacks, lasts, entries or [None] * len(plans), chooses)
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
             batch = state.rank.shape
             scaled, *rest = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)

@@ -316,7 +316,8 @@ def _average_leaves(
             older, new = rule.terms(update, mu)
             emitted = rule.emitted(older + new, new, left)
             results[i] = emitted, (older + new).astype(mu.dtype), scale
-    results.update(zip(in_codes, each_alike(coded, list(in_codes.values())), strict=True))
+    kinds = [block_axis(update.shape) for update, _, _ in in_codes.values()]
+    results.update(zip(in_codes, each_alike(coded, list(in_codes.values()), kinds), strict=True))
     return [results[i] for i in range(len(names))]
 
 

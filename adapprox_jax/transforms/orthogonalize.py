@@ -21,7 +21,7 @@ from adapprox_jax.sharding.axes import (
     with_automatic_axes,
 )
 from adapprox_jax.sharding.matrix_exchange import each_on_one_device, pools
-from adapprox_jax.step.alike import MANY, places_within, unstacked
+from adapprox_jax.step.alike import MANY, cut, padded, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of, together
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after, first_two
@@ -110,19 +110,25 @@ def _of_stacks(
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     last: jax.Array | None = None
-    groups = [group for kind in grouping_of(stacks).kinds for group in kind]
+    matrices = list(stacks)
+    if platform.leaf_after_leaf:
+        # Zeros around a matrix stay zeros, but not between its parts.
+        matrices = padded(stacks, [None if max(of) > 1 else () for of in parts])
+    groups = [group for kind in grouping_of(matrices).kinds for group in kind]
     places = places_within(groups, stacks) if platform.leaf_after_leaf else []
-    cut_alike = [
-        ([i for i in group if parts[i] == cut], cut)
+    fused_alike = [
+        ([i for i in group if parts[i] == of], of)
         for group in groups
-        for cut in dict.fromkeys(parts[i] for i in group)
+        for of in dict.fromkeys(parts[i] for i in group)
     ]
-    for group, cut in cut_alike:
-        work = partial(_each_part, partial(_in_turn, steps, platform), cut)
+    for group, of in fused_alike:
+        work = partial(_each_part, partial(_in_turn, steps, platform), of)
         on_mesh = is_compilers_mesh()
-        for some in pools(names, stacks, group) if on_mesh else _batches(platform, stacks, group):
+        for some in pools(names, stacks, group) if on_mesh else _batches(platform, matrices, group):
             # In the type of products here already: half of what is moved and put together.
-            members = [stacks[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some]
+            members = [
+                matrices[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some
+            ]
             if last is not None:
                 # A row of each matrix tells, because a batch of matrices is done all at once.
                 members[0] = begin_after(platform, last[:, 0], members[0])
@@ -135,12 +141,12 @@ def _of_stacks(
                 done = together(work, members)
             last = done[0]
             for i, x in zip(some, done, strict=True):
-                longest = max(x.shape[1] // cut[0], x.shape[2] // cut[1])
+                longest = max(stacks[i].shape[1] // of[0], stacks[i].shape[2] // of[1])
                 scale: float | jax.Array = math.sqrt(longest)
                 if platform.leaf_after_leaf and devices_in_use() == 1:
                     # XLA makes a whole array of a number that it knows, long before.
                     scale = begin_after(platform, first_two(x), jnp.asarray(scale, x.dtype))
-                results[i] = x.astype(stacks[i].dtype) * scale
+                results[i] = cut(x, stacks[i]).astype(stacks[i].dtype) * scale
     return results
 
 

@@ -1,5 +1,7 @@
 """Many small leaves of one shape are worked on as a stack, and compiled once."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,13 +10,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
-from adapprox_jax.step.alike import MANY, places_within, unstacked
+from adapprox_jax.step.alike import MANY, padded, places_within, unstacked
 
 TRANSFORMATIONS = {
-    "adapprox": lambda: adapprox_jax.adapprox(0.1, max_rank=4),
-    "adaptive": lambda: adapprox_jax.adapprox(0.1, initial_rank=1, max_rank=4, rank_interval=1),
-    "in codes": lambda: adapprox_jax.adapprox(0.1, mu_dtype="int4"),
-    "muon": lambda: adapprox_jax.adapprox_muon(0.1, mu_dtype="int4"),
+    "adapprox": partial(adapprox_jax.adapprox, 0.1, max_rank=4),
+    "adaptive": partial(adapprox_jax.adapprox, 0.1, initial_rank=1, max_rank=4, rank_interval=1),
+    "in codes": partial(adapprox_jax.adapprox, 0.1, mu_dtype="int4"),
+    "muon": partial(adapprox_jax.adapprox_muon, 0.1, mu_dtype="int4"),
 }
 
 
@@ -43,15 +45,48 @@ def test_a_leaf_among_many_is_as_alone(name, jitted):
         np.testing.assert_allclose(together[leaf], alone, rtol=0, atol=2e-5)
 
 
-def test_a_program_does_not_grow_with_alike_leaves():
+def of_many_shapes(count):
+    """Some that stand, some that lie, and none with the shape of another."""
+    keys = jax.random.split(jax.random.key(0), count)
+    shapes = [(97 + i, 104 + i) if i % 2 else (104 + i, 97 + i) for i in range(count)]
+    grads = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+    return {f"w{i}": grad * 2.0**i for i, grad in enumerate(grads)}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+@pytest.mark.parametrize(
+    "changes", [{}, dict(eps=0, approximate="moment")], ids=["default", "no eps"]
+)
+def test_a_leaf_among_many_of_about_its_shape_is_as_alone(name, changes):
+    tx = TRANSFORMATIONS[name](**changes)
+    grads = of_many_shapes(2 * MANY)
+    (fitted,) = {x.shape for x in padded(list(grads.values())[1::2], [()] * MANY)}
+    assert fitted == (96 + 2 * MANY, 103 + 2 * MANY)
+    grads["longest"] = jax.random.normal(jax.random.key(1), (64, 200))  # as many random numbers
+
+    def two_steps(grads):
+        state, update = tx.init(grads), jax.jit(tx.update)
+        _, state = update(grads, state, grads)
+        return update(jax.tree.map(lambda x: x[::-1], grads), state, grads)
+
+    together, state = two_steps(grads)
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tx.init(grads))
+    few = ("w0", "w1", f"w{2 * MANY - 2}", f"w{2 * MANY - 1}", "longest")
+    for leaf, alone in two_steps({leaf: grads[leaf] for leaf in few})[0].items():
+        np.testing.assert_allclose(together[leaf], alone, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("make", [gradients, of_many_shapes])
+def test_a_program_does_not_grow_with_alike_leaves(make):
     """But for cutting out the results: the loop of the orthonormalization stands there once."""
 
     def loops(count):
-        grads = gradients(count)
+        grads = make(count)
         tx = adapprox_jax.scale_by_adapprox()
         return jax.jit(tx.update).lower(grads, tx.init(grads)).compile().as_text().count(" while(")
 
-    assert loops(MANY) == loops(3 * MANY) < loops(MANY - 1)
+    sides = 2 if make == of_many_shapes else 1  # half of them stand
+    assert loops(sides * MANY) == loops(3 * MANY) < loops(MANY - 1)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
