@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.argument_checks import is_zero
+from adapprox_jax.linalg.orthonormalize import orthonormalize_qr
 from adapprox_jax.linalg.products import (
     contract,
     contract_in_parts,
@@ -129,6 +130,9 @@ def start_of(plan: Plan, u: jax.Array, sizes: jax.Array) -> jax.Array:
     start = plan.scalars.draws[: plan.width, : u.shape[0]].T.astype(sizes.dtype)
     if plan.settings.subspace.warm_start:
         start = warm_start(start, u, sizes, 1 / power_of_two_below(jnp.max(sizes)))
+        if plan.settings.subspace.orthogonalization == "qr":
+            # The last basis has no zero columns, and so u may have some that depend on others.
+            [[start]] = orthonormalize_qr([start[None]])
     return start
 
 

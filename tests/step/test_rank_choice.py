@@ -84,7 +84,8 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
     last = jax.tree.map(lambda x: x[None], previous)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "target_of", given_target)
-        [(_, state, _)] = phases.step_stacks([plan], [matrix[None]], [last], rule.chooses_at(step))
+        chooses = rule.chooses_at(step)
+        [(_, state, _)] = phases.step_stacks([plan], [matrix[None]], [last], [None], chooses)
     return jax.tree.map(lambda x: x[0], state)
 
 
