@@ -77,7 +77,8 @@ def init(shape, s):
 def adaptive_srsi(a, k, t, start, s):
     """Algorithm 2."""
     if s.k_init >= s.k_max:
-        return *srsi(a, s.k_max, start, s.l, s.p, s.rotate), s.k_max, ()
+        # The basis of p more columns is turned, and the next step starts from it.
+        return *srsi(a, s.k_max, start, s.l, s.p, s.rotate and s.p > 0), s.k_max, ()
     if (t - 1) % s.interval != 0:  # 2: the rank stays, and 7: so do the directions
         return *srsi(a, k, start, s.l, 0, False), k, ()
     k, tried = s.k_init, []
@@ -103,9 +104,9 @@ def step(g, w, state, gaussian, s):
     v = b2 * reconstruct(state, s) + (1 - b2) * g**2
     start = gaussian.copy()
     if s.warm_start:
-        for j in range(state.u.shape[1]):
-            if np.any(state.u[:, j]):
-                start[:, j] = state.u[:, j]
+        for j, u in enumerate(state.u.T):
+            if np.any(u):
+                start[:, j] = u + 1e-3 * u[np.argmax(abs(u))] * gaussian[:, j]
     a = np.sqrt(v) if s.root else v
     q, u, k, tried = adaptive_srsi(a, state.k, t, start, s)
     v_hat = v / (1 - b2**t) if s.bias_correction else v  # 5

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _GENERATORS = {2: "threefry2x32", 4: "rbg"}  # by how many numbers the data of a key have
+_TRACE = 1e-3  # of a start in a warm one, beside the largest entry; errors change by 1e-5
 _ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
 
@@ -51,23 +52,26 @@ def wrapped_key(data: jax.Array) -> jax.Array:
 def warm_start(
     start: jax.Array,
     previous_u: jax.Array,
-    sizes: jax.Array,
+    largest: jax.Array,
     inverse_scale: jax.typing.ArrayLike,
 ) -> jax.Array:
     """A start (n, width) with the columns of `previous_u` over its first.
 
     Columns of `previous_u` that are zero or rounding beside the largest stand for no direction.
-    There the start stays as it is.
+    There the start stays as it is. Of the others some may depend on each other. So each gets a
+    trace of the start, and no direction is without one.
 
     Args:
       start: (n, width).
       previous_u: (n, capacity).
-      sizes: The largest magnitude in each of its columns, (capacity,).
+      largest: The number of largest magnitude in each of its columns, (capacity,). With its sign,
+        so that a column of the other sign is as good.
       inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
     """
     covered = min(start.shape[1], previous_u.shape[1])
     unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
-    least = _ROUNDING * float(np.finfo(start.dtype).eps)
-    stands = (sizes[:covered] * inverse_scale > least)[None]
-    first = jnp.where(stands, unit_u, start[:, :covered])
+    of_units = (largest[:covered] * inverse_scale)[None]
+    stands = jnp.abs(of_units) > _ROUNDING * float(np.finfo(start.dtype).eps)
+    random = start[:, :covered]
+    first = jnp.where(stands, unit_u + _TRACE * of_units * random, random)
     return jnp.concatenate([first, start[:, covered:]], axis=1)

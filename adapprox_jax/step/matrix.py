@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.argument_checks import is_zero
-from adapprox_jax.linalg.orthonormalize import orthonormalize_qr
 from adapprox_jax.linalg.products import (
     contract,
     contract_in_parts,
@@ -122,17 +121,15 @@ def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
     return jnp.where(largest > 0, jnp.clip(scale, 2.0**-40, 2.0**60), 1)
 
 
-def start_of(plan: Plan, u: jax.Array, sizes: jax.Array) -> jax.Array:
+def start_of(plan: Plan, u: jax.Array, largest: jax.Array) -> jax.Array:
     """The start of the subspace iteration, (n, width): the last u, and random columns.
 
-    Sizes are the largest magnitudes in the columns of u.
+    The largest are the numbers of largest magnitude in the columns of u.
     """
-    start = plan.scalars.draws[: plan.width, : u.shape[0]].T.astype(sizes.dtype)
+    start = plan.scalars.draws[: plan.width, : u.shape[0]].T.astype(largest.dtype)
     if plan.settings.subspace.warm_start:
-        start = warm_start(start, u, sizes, 1 / power_of_two_below(jnp.max(sizes)))
-        if plan.settings.subspace.orthogonalization == "qr":
-            # The last basis has no zero columns, and so u may have some that depend on others.
-            [[start]] = orthonormalize_qr([start[None]])
+        scale = power_of_two_below(jnp.max(jnp.abs(largest)))
+        start = warm_start(start, u, largest, 1 / scale)
     return start
 
 

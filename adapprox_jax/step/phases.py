@@ -109,15 +109,15 @@ def step_stacks(
         units = part([list(map(_units, added)) for added in joined], grouping)
         return bases, units
 
-    sizes = _sizes([last.u for last in lasts], grads)
-    scales = each(scale_of, plans, grads, [jnp.max(x, axis=1) for x in sizes])
+    largest = _largest_in_columns([last.u for last in lasts], grads)
+    scales = each(scale_of, plans, grads, [jnp.max(jnp.abs(x), axis=1) for x in largest])
     stacks = [
         Matrix(grad, last.q, last.u, scale, count)
         for grad, last, scale, count in zip(grads, lasts, scales, entries, strict=True)
     ]
     if platform.keeps_targets:
         stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
-    starts = each(start_of, plans, [last.u for last in lasts], sizes)
+    starts = each(start_of, plans, [last.u for last in lasts], largest)
     images = sweep(image_of, plans, stacks, starts, like_u=1)
     bases, units = bases_and_units(images)
     for _ in range(1, subspace.power_iterations):
@@ -239,10 +239,15 @@ def _units(images: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(4 * largest), power_of_two_below(largest), jnp.nan)
 
 
-def _sizes(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
-    """The largest magnitude in each column, in the type that its gradient is worked in."""
+def _largest_in_columns(arrays: Sequence[jax.Array], grads: Sequence[jax.Array]) -> list[jax.Array]:
+    """In each column the number of largest magnitude, in the type that the leaf is worked in."""
     wide = [x.astype(wide_dtype(grad.dtype)) for x, grad in zip(arrays, grads, strict=True)]
-    return together(lambda x: jnp.max(jnp.abs(x), axis=1), wide, have_sides=True)
+
+    def largest(stack: jax.Array) -> jax.Array:
+        up, down = jnp.max(stack, axis=1), jnp.min(stack, axis=1)
+        return jnp.where(up >= -down, up, down)
+
+    return together(largest, wide, have_sides=True)
 
 
 def _with_target(plan: Plan, stack: Matrix) -> Matrix:

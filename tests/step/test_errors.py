@@ -74,3 +74,21 @@ def test_the_error_is_that_of_the_factors(name, kind, shape, way, request):
         if best < 1e-6 and "adaptive" not in name:
             assert error <= 0.01, "the buffer holds the target"
         last = np.maximum(product, 0)
+
+
+@pytest.mark.parametrize("orthogonalization", ["cholesky", "qr"])
+@pytest.mark.parametrize("kind", ["constant, then rows", "rows that grow"])
+def test_a_rank_that_rises_is_followed_whatever_is_drawn(kind, orthogonalization):
+    """Columns of the last u that depend on each other leave none for what is new."""
+    grads, errors = gradients(kind, (256, 64)), []
+    makes = [
+        adapprox_jax.scale_by_adapprox(orthogonalization=orthogonalization, key=key)
+        for key in range(40)
+    ]
+    update = jax.jit(makes[0].update)
+    for tx in makes:
+        state = tx.init(grads[0])
+        for grad in grads:
+            _, state = update(grad, state)
+            errors.append(float(state.error[0]))
+    assert max(errors) <= 0.005
