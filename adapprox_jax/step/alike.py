@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.sharding.axes import explicit_sharding
 from adapprox_jax.step.platform import Platform, on_platform
 
 SMALL = 10**5  # numbers of an array that may be copied
@@ -40,7 +41,8 @@ def alike(
     for i, (tree, kind) in enumerate(zip(trees, kinds, strict=True)):
         arrays = jax.tree.leaves(tree)
         key = kind, tuple((about(x.shape), x.dtype) for x in arrays)
-        alone = on_mesh or kind is None or arrays[0].size > SMALL
+        sharded = on_mesh or any(explicit_sharding(x) is not None for x in arrays)
+        alone = sharded or kind is None or arrays[0].size > SMALL
         groups.setdefault(i if alone else key, []).append(i)
     parts = ([group] if len(group) >= MANY else [[i] for i in group] for group in groups.values())
     return [part for several in parts for part in several]

@@ -137,7 +137,7 @@ def test_a_leaf_that_is_not_finite_spoils_no_other(bad, in_phases):
     np.testing.assert_array_equal(state.drift[1:], expected_state.drift[1:])
 
 
-@pytest.mark.parametrize("magnitude", [1e-20, 1e15])
+@pytest.mark.parametrize("magnitude", [2.0**-66, 2.0**50])  # which rounds nothing
 @pytest.mark.parametrize("approximate", ["root", "moment"])
 def test_magnitudes_in_phases(magnitude, approximate, in_phases):
     """Without eps the updates do not depend on the scale, and a sudden change breaks nothing."""
