@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _GENERATORS = {2: "threefry2x32", 4: "rbg"}  # by how many numbers the data of a key have
-_TRACE = 1e-3  # of a start in a warm one, beside the largest entry; errors change by 1e-5
+_TRACE = 1e-3  # of a random column in a warm one, times the latter's largest entry
 _ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
 

@@ -5,6 +5,7 @@ alike by zeros around them. What is cut out of an array at a place that the comp
 separate kernel. So places are numbers that it does not know.
 """
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -65,8 +66,9 @@ def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
     for group in alike(few, of_kinds, _about):
         members = [few[i] for i in group]
         shapes = jax.tree.map(lambda *x: np.max([y.shape for y in x], axis=0), *members)
-        for i in group:
-            results[alone[i]] = jax.tree.map(_with_zeros, few[i], shapes)
+        if len(group) > 1 and math.prod(jax.tree.leaves(shapes)[0]) <= SMALL:
+            for i in group:
+                results[alone[i]] = jax.tree.map(_with_zeros, few[i], shapes)
     return results
 
 
@@ -83,7 +85,11 @@ def _with_zeros(array: jax.Array, shape: np.ndarray) -> jax.Array:
 
 def cut(tree: Any, like: Any) -> Any:
     """The first numbers along each axis, as many as the arrays of another tree have."""
-    return jax.tree.map(lambda x, y: x[tuple(map(slice, y.shape))], tree, like)
+
+    def cut_one(array: jax.Array, like: jax.Array) -> jax.Array:
+        return array if array.shape == like.shape else array[tuple(map(slice, like.shape))]
+
+    return jax.tree.map(cut_one, tree, like)
 
 
 def each_alike(

@@ -184,7 +184,7 @@ class _Tiled(NamedTuple):
         def of_tile(cut: Any, whole: Any) -> Any:
             grad, of_rows = cut
             qs, us = (of_rows, whole) if plan.axis == 0 else (whole, of_rows)
-            tile = Matrix(grad, qs[0], us[0], matrix.scale)
+            tile = Matrix(grad, qs[0], us[0], matrix.scale, matrix.entries)
             return self.function(plan, tile, *qs[1:], *us[1:], *rest)
 
         return in_tiles(of_tile, self.tiles, (matrix.grad, cut), whole)

@@ -71,7 +71,7 @@ class Matrix(NamedTuple):
     q: jax.Array
     u: jax.Array
     scale: jax.Array  # what G is divided by, a power of two
-    entries: jax.Array | None = None  # how many there are, if zeros stand around them
+    entries: jax.Array | None = None  # without the zeros around them; None: there are none
     target: jax.Array | None = None  # A, where it stays in memory
 
 
@@ -184,10 +184,11 @@ def project(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
 
 def quotient_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Array:
     """The gradient over the root of V, in its type."""
-    root = plan.approximation.root(target_of(plan, matrix, read_once=read_once))
+    target = target_of(plan, matrix, read_once=read_once)
+    if matrix.entries is not None:  # added zeros would be 0 / 0 without eps
+        target = jnp.where(matrix.grad == 0, 1, target)
+    root = plan.approximation.root(target)
     scaled = divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
-    if matrix.entries is not None:  # 0 / 0 is no number
-        scaled = jnp.where(matrix.grad == 0, 0, scaled)
     return scaled.astype(matrix.grad.dtype)
 
 

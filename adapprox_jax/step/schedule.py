@@ -92,7 +92,8 @@ def _leaf_after_leaf(
         if len(group) > 1:
             (grad, state), view = stacked([leaves[i] for i in group]), view.stacked()
             if any(grads[i].shape != grad.shape[1:] for i in group):
-                entries = jnp.array([grads[i].size for i in group], jnp.float32)
+                counts = [grads[i].size for i in group]
+                entries = jnp.array(counts, wide_dtype(grad.dtype))
         if state.is_factored:
             done = first_two(grad) if done is None else done
             state = state._replace(q=begin_after(static["platform"], done, state.q))

@@ -113,7 +113,9 @@ def _of_stacks(
     matrices = list(stacks)
     if platform.leaf_after_leaf:
         # Zeros around a matrix stay zeros, but not between its parts.
-        matrices = padded(stacks, [None if max(of) > 1 else () for of in parts])
+        counts = map(len, stacks)
+        kinds = [None if max(of) > 1 else n for of, n in zip(parts, counts, strict=True)]
+        matrices = padded(stacks, kinds)
     groups = [group for kind in grouping_of(matrices).kinds for group in kind]
     places = places_within(groups, stacks) if platform.leaf_after_leaf else []
     fused_alike = [

@@ -121,6 +121,12 @@ def test_many_leaves_on_a_mesh_with_explicit_axes(name, devices, in_use):
         assert difference <= (0.05 if name == "muon" else 1e-4) * np.linalg.norm(expected[leaf])
 
 
+def test_leaves_that_zeros_would_make_large_stay_as_they_are():
+    shapes = [(257, 384)] * 4 + [(312, 320)] * 4
+    arrays = [jnp.zeros(shape) for shape in shapes]
+    assert [x.shape for x in padded(arrays, [()] * 8)] == shapes
+
+
 def test_unstacked():
     array = jnp.arange(36.0).reshape(9, 2, 2).at[0, 0, 0].set(jnp.nan)
     assert places_within([[0]], [array]) == []  # nothing is taken apart
