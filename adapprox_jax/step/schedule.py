@@ -79,7 +79,7 @@ def _leaf_after_leaf(
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     scalars = scalars.replaced(draws=materialize(scalars.draws))
     # The first leaf waits for its gradient, or XLA would work on its state long before.
-    done, last_error = None, jnp.zeros(())
+    done, last_error = None, jnp.zeros((), jnp.float32)
     kinds = [
         _kind_of(grad, state, view, static["settings"]) if state.is_factored else None
         for grad, state, view in zip(grads, states, views, strict=True)
