@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _GENERATORS = {2: "threefry2x32", 4: "rbg"}  # by how many numbers the data of a key have
-_TRACE = 1e-3  # of a random column in a warm one, times the latter's largest entry
+_TRACE = 1e-3  # of the random column, times the largest entry of the last one
 _ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
 
@@ -58,14 +58,14 @@ def warm_start(
     """A start (n, width) with the columns of `previous_u` over its first.
 
     Columns of `previous_u` that are zero or rounding beside the largest stand for no direction.
-    There the start stays as it is. Of the others some may depend on each other. So each gets a
-    trace of the start, and no direction is without one.
+    There the start stays as it is. The others may be linearly dependent, which leaves out what is
+    new. So each of them gets a trace of its random column.
 
     Args:
       start: (n, width).
       previous_u: (n, capacity).
-      largest: The number of largest magnitude in each of its columns, (capacity,). With its sign,
-        so that a column of the other sign is as good.
+      largest: The number of largest magnitude in each of its columns, (capacity,), with its sign.
+        So the trace changes its sign with its column.
       inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
     """
     covered = min(start.shape[1], previous_u.shape[1])

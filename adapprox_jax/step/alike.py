@@ -1,4 +1,4 @@
-"""Small leaves that are alike go together as a stack, so that many are soon compiled.
+"""Small leaves that are alike go together as a stack, so that many compile quickly.
 
 On CPUs alone, where kernels that are alike are compiled once. Leaves of about the same shape become
 alike by zeros around them. What is cut out of an array at a place that the compiler knows is a
@@ -27,12 +27,13 @@ def alike(
 ) -> list[list[int]]:
     """Groups trees of arrays of the same shapes, types and kind. Large ones and few are alone.
 
-    So is each on a mesh, even of one device, where arrays of one shape may be sharded otherwise.
+    So is each on a mesh in use, even of one device, and each with an explicit sharding: arrays of
+    one shape may be sharded otherwise.
 
     Args:
       trees: The first array of each tells whether it is large.
       kinds: What else must be equal, or None for a tree that is to be alone.
-      about: What must be equal of shapes.
+      about: From a shape to what must be equal of it.
 
     Returns:
       The places of the members of each group.
@@ -53,7 +54,7 @@ def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
     """Trees that are alone become alike, if there are many of about their shapes.
 
     Args:
-      trees: As in `alike`; what is done with them must not depend on zeros after the last numbers
+      trees: As in `alike`. What is done with them must not depend on zeros after the last numbers
         along each axis.
       kinds: As in `alike`.
 
@@ -73,7 +74,7 @@ def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
 
 
 def _about(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Each size rounded up to two binary digits: 2, 3, 4, 6, 8, 12, ..., 64, 96, 128, ..."""
+    """Each size rounded up to two significant binary digits: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
     shifts = [max(n.bit_length() - 2, 0) for n in shape]
     return tuple(-(-n >> shift << shift) for n, shift in zip(shape, shifts, strict=True))
 
@@ -98,7 +99,8 @@ def each_alike(
     """A function of each of some trees of arrays, on CPUs of those that are alike together.
 
     Args:
-      function: From a tree of arrays to one of arrays of the same shapes, as in `padded`.
+      function: From a tree of arrays to one of arrays of the same shapes. Its numbers must not
+        depend on zeros that `padded` adds.
       trees: Of arrays.
       kinds: As in `alike`.
     """

@@ -233,7 +233,7 @@ def _norms(factors: Sequence[Factors], units: Sequence[jax.Array]) -> list[jax.A
 def _units(images: jax.Array) -> jax.Array:
     """Powers of two about as large as the largest entry of each image.
 
-    NaN where its reciprocal vanishes, as then the columns of a basis do.
+    NaN where the reciprocal of that entry vanishes: the columns of the basis would be zero.
     """
     largest = jnp.max(column_sizes(images), axis=(1, 2))
     return jnp.where(jnp.isfinite(4 * largest), power_of_two_below(largest), jnp.nan)

@@ -114,11 +114,11 @@ def _leaf_after_leaf(
 def _kind_of(
     grad: jax.Array, state: LeafState, view: MatrixView, settings: Settings
 ) -> tuple[Hashable, ...]:
-    """What must be equal of leaves that go together, beside about their shapes."""
+    """What leaves that go together have in common, besides nearly equal shapes."""
     _, rows, columns = view_shape(grad.shape, view)
     capacity = state.q.shape[-1]
     width = settings.subspace.width(capacity, min(rows, columns))
-    # Zeros after the numbers of each axis are rows and columns only of a leaf that is one matrix.
+    # Zeros along an axis are whole rows or columns only where the leaf itself is the matrix.
     return view, capacity, width, rows <= columns, () if grad.ndim == 2 else grad.shape
 
 

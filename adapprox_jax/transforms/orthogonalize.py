@@ -112,7 +112,7 @@ def _of_stacks(
     last: jax.Array | None = None
     matrices = list(stacks)
     if platform.leaf_after_leaf:
-        # Zeros around a matrix stay zeros, but not between its parts.
+        # Zeros around a matrix stay zeros. Fused parts would be cut at other places.
         counts = map(len, stacks)
         kinds = [None if max(of) > 1 else n for of, n in zip(parts, counts, strict=True)]
         matrices = padded(stacks, kinds)

@@ -98,7 +98,7 @@ def scale_by_adapprox(
         lost), float32 or float64; None for float32, or float64 for float64 parameters.
       key: An int seed or a JAX random key for the Gaussian starts; None for 0. The same starts
         serve every leaf, so that an update does not depend on the order or the stacking of leaves.
-        They are other numbers where the largest rank or the longest side of all leaves is another.
+        They change with the largest rank and the longest side among all leaves.
 
     Returns:
       An `optax.GradientTransformation` with state `ScaleByAdapproxState`. Its update can be

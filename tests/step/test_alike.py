@@ -27,11 +27,12 @@ def gradients(count):
 
 
 def assert_as_alone(name, among, alone):
-    """Up to rounding, which changes a few codes of 4 bits by one."""
-    if name in ("in codes", "muon"):
+    """Up to rounding, which may change a few codes of 4 bits by one."""
+    if name == "muon":  # and with a code a little of all directions
         assert np.linalg.norm(among - alone) <= 0.01 * np.linalg.norm(alone)
     else:
-        np.testing.assert_allclose(among, alone, rtol=0, atol=2e-5)
+        differ = np.abs(among - alone) > 2e-5
+        assert np.mean(differ) <= (0.005 if name == "in codes" else 0)
 
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
@@ -71,7 +72,9 @@ def test_a_leaf_among_many_of_about_its_shape_is_as_alone(name, changes):
     grads = of_many_shapes(2 * MANY)
     (fitted,) = {x.shape for x in padded(list(grads.values())[1::2], [()] * MANY)}
     assert fitted == (96 + 2 * MANY, 103 + 2 * MANY)
-    grads["longest"] = jax.random.normal(jax.random.key(1), (64, 200))  # as many random numbers
+    grads["longest"] = jax.random.normal(
+        jax.random.key(1), (64, 200)
+    )  # the same random starts among many and alone
 
     def two_steps(grads):
         state, update = tx.init(grads), jax.jit(tx.update)
@@ -119,6 +122,22 @@ def test_many_leaves_on_a_mesh_with_explicit_axes(name, devices, in_use):
         # On a mesh directions are made of products in bfloat16, five times.
         difference = np.linalg.norm(updates[leaf] - expected[leaf])
         assert difference <= (0.05 if name == "muon" else 1e-4) * np.linalg.norm(expected[leaf])
+
+
+@pytest.mark.parametrize("approximate", ["root", "moment"])
+def test_zeros_around_leaves_in_float64_under_strict_flags(approximate):
+    """Their update, and its derivative, without eps: zeros are no 0 / 0."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        grads = {name: x.astype(jnp.float64) for name, x in of_many_shapes(2 * MANY).items()}
+        tx = adapprox_jax.adapprox(0.1, eps=0.0, approximate=approximate, max_rank=4)
+
+        def size_of_second_update(grads):
+            _, state = tx.update(grads, tx.init(grads), grads)
+            updates, _ = tx.update(jax.tree.map(lambda x: x[::-1], grads), state, grads)
+            return sum(jnp.sum(jnp.square(x)) for x in updates.values())
+
+        for x in jax.tree.leaves(jax.jit(jax.value_and_grad(size_of_second_update))(grads)):
+            assert x.dtype == jnp.float64 and bool(jnp.isfinite(x).all())
 
 
 def test_leaves_that_zeros_would_make_large_stay_as_they_are():
