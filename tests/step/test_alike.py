@@ -72,9 +72,8 @@ def test_a_leaf_among_many_of_about_its_shape_is_as_alone(name, changes):
     grads = of_many_shapes(2 * MANY)
     (fitted,) = {x.shape for x in padded(list(grads.values())[1::2], [()] * MANY)}
     assert fitted == (96 + 2 * MANY, 103 + 2 * MANY)
-    grads["longest"] = jax.random.normal(
-        jax.random.key(1), (64, 200)
-    )  # the same random starts among many and alone
+    # With the longest side random starts are the same among many and alone.
+    grads["longest"] = jax.random.normal(jax.random.key(1), (64, 200))
 
     def two_steps(grads):
         state, update = tx.init(grads), jax.jit(tx.update)
@@ -137,7 +136,8 @@ def test_zeros_around_leaves_in_float64_under_strict_flags(approximate):
             return sum(jnp.sum(jnp.square(x)) for x in updates.values())
 
         for x in jax.tree.leaves(jax.jit(jax.value_and_grad(size_of_second_update))(grads)):
-            assert x.dtype == jnp.float64 and bool(jnp.isfinite(x).all())
+            assert x.dtype == jnp.float64
+            assert np.all(np.isfinite(x))
 
 
 def test_leaves_that_zeros_would_make_large_stay_as_they_are():
