@@ -244,8 +244,9 @@ def _largest_in_columns(arrays: Sequence[jax.Array], grads: Sequence[jax.Array])
     wide = [x.astype(wide_dtype(grad.dtype)) for x, grad in zip(arrays, grads, strict=True)]
 
     def largest(stack: jax.Array) -> jax.Array:
-        up, down = jnp.max(stack, axis=1), jnp.min(stack, axis=1)
-        return jnp.where(up >= -down, up, down)
+        # Two largest, so that one all-reduce can take both across devices.
+        up, down = jnp.max(stack, axis=1), jnp.max(-stack, axis=1)
+        return jnp.where(up >= down, up, -down)
 
     return together(largest, wide, have_sides=True)
 
