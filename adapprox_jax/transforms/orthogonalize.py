@@ -161,8 +161,8 @@ def _each_part(
     """
     if parts == (1, 1):
         return work(stack)
-    cut = jnp.concatenate(jnp.split(stack, parts[0], axis=1))
-    done = work(jnp.concatenate(jnp.split(cut, parts[1], axis=2)))
+    in_rows = jnp.concatenate(jnp.split(stack, parts[0], axis=1))
+    done = work(jnp.concatenate(jnp.split(in_rows, parts[1], axis=2)))
     joined = jnp.concatenate(jnp.split(done, parts[1]), axis=2)
     return jnp.concatenate(jnp.split(joined, parts[0]), axis=1)
 
