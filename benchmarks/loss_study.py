@@ -207,13 +207,10 @@ CONTENDERS |= {
     for bits, mu_dtype in (("", None), (" 8 bits", "int8"), (" 4 bits", "int4"))
 } | {
     "adapprox_muon, b1 by rate, only hidden matrices decay": Contender(
-        lambda rate: adapprox_jax.adapprox_muon(
-            rate, weight_decay=DECAY, mask=adapprox_jax.hidden_matrices
+        functools.partial(
+            adapprox_jax.adapprox_muon, weight_decay=DECAY, mask=adapprox_jax.hidden_matrices
         ),
         8.5e-3,
-    ),
-    "adapprox_muon, b1 by rate, cautious": Contender(
-        _decayed(adapprox_jax.adapprox_muon, cautious_weight_decay=True), 8.5e-3
     ),
 }
 

@@ -127,6 +127,8 @@ MOMENTUM = (
     *("adapprox", "adapprox without Nesterov"),
     *("AdamW with Nesterov, b2 0.999, clipped", "AdamW b2 0.999, clipped"),
 )
+OF_1600_STEPS = ("small, code, 1600 steps", "small, prose, 1600 steps")
+DECAYS = ("adapprox_muon, b1 by rate, only hidden matrices decay", "adapprox_muon, b1 by rate")
 _AS_MUON = "adapprox_muon b1 0.95, one rate"
 LAYOUTS = (
     *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
@@ -180,6 +182,7 @@ def blocks() -> dict[str, str]:
         "bits": loss_tables.comparison(defaults, BITS, BITS[0], SMALL),
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "lengths": loss_tables.comparison(defaults, MEMORIES, MEMORIES[-2], LENGTHS),
+        "decays": loss_tables.comparison(defaults, DECAYS, DECAYS[-1], OF_1600_STEPS),
         "first minutes": _first_minutes(defaults, of_defaults),
         "rates": _rates(defaults, of_defaults),
     }
