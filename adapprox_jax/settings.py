@@ -199,6 +199,7 @@ class Hyperparameters:
     def at(self, step: jax.Array) -> dict[str, Any]:
         """The numbers of a step, from 1, as `StepScalars` names them."""
         b2 = at_step("b2", self.b2, step)
+        require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1) at every step")
         return {
             "b2": b2,
             "eps": self.eps,

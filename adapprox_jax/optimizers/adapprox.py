@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-from adapprox_jax.argument_checks import require
+from adapprox_jax.argument_checks import require, require_flag
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.views import WeightDimensionNumbers
@@ -138,6 +138,7 @@ def adapprox(
     hyperparameters = Hyperparameters(
         b2, eps, eps_root, bias_correction, error_threshold, clipping_threshold
     )
+    require_flag("cosine_guidance", cosine_guidance)
     allowed = "a number of at least 1"
     require("guidance_max_scale", guidance_max_scale, lambda x: x >= 1, allowed)
     if clipping_threshold is None and not (bias_correction or begins_at_zero(b2)):

@@ -65,7 +65,8 @@ def from_adam(
 
     Args:
       tx: The transformation to go on with, such as `adapprox(...)` or `adapprox_muon(...)`.
-      adam_state: Any state that holds one `optax.ScaleByAdamState`.
+      adam_state: Any state that holds one `optax.ScaleByAdamState`. Adamax has one, too, but no
+        second moment in it: do not give that.
       params: The parameters.
       b1: Of the Adam that made the state.
       b2: Of the Adam that made the state, and of `tx`.

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from adapprox_jax.argument_checks import (
@@ -236,7 +237,10 @@ def code_bits(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     if mu_dtype is None:
         return None
     try:
-        name = "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
+        is_array = isinstance(mu_dtype, jax.Array | np.ndarray)
+        name = (
+            "an array" if is_array else "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
+        )
     except TypeError:
         name = repr(mu_dtype)
     if name in ("int8", "int5", "int4"):

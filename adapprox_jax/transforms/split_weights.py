@@ -57,7 +57,8 @@ def split_weights(
     2^-38.
 
     Rate, weight decay and all else that changes updates or looks at their types belong into `tx`,
-    as do `optax.apply_if_finite` and `schedule_free`. Around it their results are silently wrong.
+    as do `optax.apply_if_finite` and `schedule_free`. Around it they raise an error,
+    or weights are silently wrong.
 
     Args:
       tx: Any Optax transformation. It sees float32, so its state is float32 unless it says

@@ -194,6 +194,9 @@ def test_bad_types_and_shapes_are_named():
         adapprox_jax.guided_ema(mu_dtype=jnp.int16)
     with pytest.raises(ValueError, match="mu_dtype is 'int3'; allowed"):
         adapprox_jax.guided_ema(mu_dtype="int3")
+    for array in np.ones(2), jnp.ones(2):
+        with pytest.raises(ValueError, match="mu_dtype is an array; allowed"):
+            adapprox_jax.guided_ema(mu_dtype=array)
     with pytest.raises(ValueError, match="rounding is 'up'; allowed: 'stochastic', 'nearest'"):
         adapprox_jax.guided_ema(rounding="up")
     with pytest.raises(ValueError, match="bits is 6; allowed: 8, 5, 4"):

@@ -43,6 +43,7 @@ def raises(call, *words, error=ValueError):
         ("error_threshold", lambda: 0.1),
         *((name, "no") for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
         ("cautious_weight_decay", 1),
+        ("cosine_guidance", np.ones(2)),
         *(("mask", value) for value in ("w", {"w": "yes"}, {"w": 1}, 0.5)),
         *((name, 1) for name in ("cosine_guidance", "bias_correction", "rotate", "warm_start")),
         ("rank_growth", lambda: 1),
@@ -406,6 +407,13 @@ def test_schedules_that_give_no_number_are_named():
             tx.update(params, tx.init(params), params)
     with pytest.raises(ValueError, match=r"learning_rate is .*; allowed: a number, not NaN, or a"):
         adapprox_jax.adapprox(lambda step, other: 1e-3)
+
+
+@pytest.mark.parametrize("value", [1.5, -0.1, np.nan])
+@pytest.mark.parametrize("name", ["b1", "b2"])
+def test_decays_are_in_range_at_every_step(name, value):
+    tx = adapprox_jax.adapprox(1e-3, **{name: lambda step: value})
+    raises(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS), f"{name} is {value}", "every step")
 
 
 def test_a_largest_rank_of_one_as_a_fraction_is_no_rank_of_one():
