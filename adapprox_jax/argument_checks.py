@@ -3,11 +3,23 @@
 import inspect
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Range(NamedTuple):
+    """What numbers are allowed, as `require` takes it."""
+
+    holds: Callable[[Any], bool]
+    allowed: str
+
+
+DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1)")
+NOT_NEGATIVE = Range(lambda x: x >= 0, "a number of at least 0")
+NOT_NAN = Range(lambda x: not np.isnan(x), "a number, not NaN")
 
 
 def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:
@@ -71,6 +83,16 @@ def require_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
         raise ValueError(f"{name} is {value!r}; allowed: {', '.join(map(repr, choices))}.")
 
 
+def dtype_name(value: Any) -> str:
+    """The name of a type, or of "int5"; what is no type is shown as it is."""
+    if isinstance(value, jax.Array | np.ndarray):  # `jnp.dtype` would take it for its type
+        return "an array"
+    try:
+        return "int5" if value == "int5" else jnp.dtype(value).name
+    except TypeError:
+        return repr(value)
+
+
 def require_flag(name: str, value: Any) -> None:
     """Raises ValueError unless `value` is True or False."""
     if not isinstance(value, bool | np.bool_):
@@ -93,20 +115,25 @@ def require_function(name: str, value: Any, allowed: str) -> None:
 
 def require_or_schedule(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:
     """`require` of a number, or `require_function` of what can be called."""
+    allowed = f"{allowed}, or a function from the step to one"
     if callable(value):
         require_function(name, value, allowed)
     else:
         require(name, value, holds, allowed)
 
 
-def at_step(name: str, value: Any, step: jax.Array) -> Any:
+def at_step(
+    name: str, value: Any, step: jax.Array, holds: Callable[[Any], bool], allowed: str
+) -> Any:
     """A hyperparameter at a step: what the function gives, if it is one.
 
     Raises:
-      ValueError: It gives something else than one real number.
+      ValueError: It gives something else than one real number, or one that is not allowed.
     """
     result = value(step) if callable(value) else value
     require_scalar(name, result)
+    if callable(value):
+        require(name, result, holds, f"{allowed} at every step")
     return result
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import at_step, require
+from adapprox_jax.argument_checks import DECAY, NOT_NAN, at_step, require
 
 RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 
@@ -42,6 +42,8 @@ def sigmoid_growth(
     """
     require("eta", eta, lambda x: x > 0, "a number above 0")
     require("omega", omega, lambda x: x < 0, "a number below 0")
+    require("phi", phi, *NOT_NAN)
+    require("tau", tau, *NOT_NAN)
 
     def growth(error: jax.Array) -> jax.Array:
         sigmoid = jax.nn.sigmoid(phi - omega * jnp.asarray(error))
@@ -108,8 +110,7 @@ def momentum_by_rate(
     """
 
     def decay(step: jax.Array) -> jax.Array:
-        rate = at_step("learning_rate", learning_rate, step - 1)
-        require("learning_rate", rate, lambda x: x == x, "a number, not NaN, or a schedule")
+        rate = at_step("learning_rate", learning_rate, step - 1, *NOT_NAN)
         return jnp.clip(1 - jnp.abs(jnp.asarray(rate, jnp.float32)) / 0.08, 0.8, highest)
 
     return decay
@@ -123,5 +124,5 @@ def begins_at_zero(b2: optax.ScalarOrSchedule) -> bool:
     if not callable(b2):
         return False
     with jax.ensure_compile_time_eval():
-        first = at_step("b2", b2, jnp.asarray(1))
+        first = at_step("b2", b2, jnp.asarray(1), *DECAY)
     return isinstance(first, jax.core.Tracer) or abs(float(first)) < 1e-6

@@ -15,7 +15,10 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import (
+    DECAY,
+    NOT_NEGATIVE,
     at_step,
+    dtype_name,
     power,
     require,
     require_choice,
@@ -124,11 +127,10 @@ class Storage:
         """Raises ValueError for the first field that is out of range."""
         require_integer("min_dim_size_to_factor", self.min_dim_size_to_factor, 1)
         if self.factor_dtype is not None:
-            try:
-                name = jnp.dtype(self.factor_dtype).name
-            except TypeError:
-                name = self.factor_dtype
-            require_choice("factor_dtype", name, FACTOR_DTYPES)
+            name = dtype_name(self.factor_dtype)
+            if name not in FACTOR_DTYPES:
+                allowed = ", ".join(FACTOR_DTYPES)
+                raise ValueError(f"factor_dtype is {name}; allowed: {allowed}.")
             object.__setattr__(self, "factor_dtype", jnp.dtype(self.factor_dtype))
 
 
@@ -178,34 +180,31 @@ class Hyperparameters:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
-        allowed = "a number in [0, 1), or a function from the step to one"
         require_precise("b2", self.b2)
-        require_or_schedule("b2", self.b2, lambda x: 0 <= x < 1, allowed)
-        require("eps", self.eps, lambda x: x >= 0, "a number of at least 0")
-        require("eps_root", self.eps_root, lambda x: x >= 0, "a number of at least 0")
+        require_or_schedule("b2", self.b2, *DECAY)
+        require("eps", self.eps, *NOT_NEGATIVE)
+        require("eps_root", self.eps_root, *NOT_NEGATIVE)
         require_flag("bias_correction", self.bias_correction)
         if self.bias_correction and callable(self.b2):
             raise ValueError(
                 "bias_correction is True and b2 a function; allowed: with a number. A function that"
                 " begins at 0, as increasing_decay() does, leaves no bias."
             )
-        allowed = "a number of at least 0, or a function from the step to one"
-        threshold = self.error_threshold
-        require_or_schedule("error_threshold", threshold, lambda x: x >= 0, allowed)
+        require_or_schedule("error_threshold", self.error_threshold, *NOT_NEGATIVE)
         if self.clipping_threshold is not None:
             clip = self.clipping_threshold
             require("clipping_threshold", clip, lambda x: x > 0, "a number above 0, or None")
 
     def at(self, step: jax.Array) -> dict[str, Any]:
         """The numbers of a step, from 1, as `StepScalars` names them."""
-        b2 = at_step("b2", self.b2, step)
-        require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1) at every step")
+        b2 = at_step("b2", self.b2, step, *DECAY)
+        threshold = at_step("error_threshold", self.error_threshold, step, *NOT_NEGATIVE)
         return {
             "b2": b2,
             "eps": self.eps,
             "eps_root": self.eps_root,
             "correction": 1 - power(b2, step) if self.bias_correction else 1.0,
-            "error_threshold": at_step("error_threshold", self.error_threshold, step),
+            "error_threshold": threshold,
             "clipping_threshold": self.clipping_threshold,
         }
 

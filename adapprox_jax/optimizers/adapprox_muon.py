@@ -7,7 +7,13 @@ from typing import Any, Literal
 import jax
 import optax
 
-from adapprox_jax.argument_checks import check_state, require, require_choice, require_integer
+from adapprox_jax.argument_checks import (
+    DECAY,
+    check_state,
+    require,
+    require_choice,
+    require_integer,
+)
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.optimizers.named_chain import named_chain
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS, Selection, resolve_selection
@@ -208,7 +214,7 @@ def _check(
     second_moment: bool | Literal["neurons"],
 ) -> None:
     """Raises ValueError for what the parts of the chain would not name as the caller does."""
-    require("adapprox_b1", adapprox_b1, lambda x: 0 <= x < 1, "a number in [0, 1)")
+    require("adapprox_b1", adapprox_b1, *DECAY)
     scale, allowed = adapprox_learning_rate_scale, "a number above 0"
     require("adapprox_learning_rate_scale", scale, lambda x: x > 0, allowed)
     require_choice("second_moment", second_moment, (True, False, "neurons"))

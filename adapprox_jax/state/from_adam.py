@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import (
+    DECAY,
+    NOT_NEGATIVE,
     check_concrete,
     require,
     require_choice,
@@ -103,8 +105,8 @@ def from_adam(
     require_choice("approximate", approximate, tuple(APPROXIMATIONS))
     check_dimension_numbers(weight_dimension_numbers)
     for name, decay in (("b1", b1), ("b2", b2)):
-        require(name, decay, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+        require(name, decay, *DECAY)
+    require("eps", eps, *NOT_NEGATIVE)
     start = require_key(key)
     adam = _adam_of(adam_state, params)
     steps = int(adam.count)

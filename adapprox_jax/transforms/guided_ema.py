@@ -8,12 +8,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from adapprox_jax.argument_checks import (
+    DECAY,
+    NOT_NEGATIVE,
     at_step,
     check_state,
+    dtype_name,
     is_zero,
     require,
     require_choice,
@@ -117,7 +119,7 @@ def guided_ema(
     rule = _Rule(b1, bits, rounding, nesterov)
     require_flag("cosine_guidance", cosine_guidance)
     check_dimension_numbers(weight_dimension_numbers)
-    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    require("eps", eps, *NOT_NEGATIVE)
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
         allowed = "above 0 where cosine_guidance is on"
@@ -198,8 +200,7 @@ class _Rule:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
-        allowed = "a number in [0, 1), or a function from the step to one"
-        require_or_schedule("b1", self.b1, lambda x: 0 <= x < 1, allowed)
+        require_or_schedule("b1", self.b1, *DECAY)
         require_choice("rounding", self.rounding, get_args(Rounding))
         require_flag("nesterov", self.nesterov)
 
@@ -207,8 +208,7 @@ class _Rule:
         """The rule at a step, where b1 is a number."""
         if not callable(self.b1):
             return self
-        b1 = at_step("b1", self.b1, step)
-        require("b1", b1, lambda x: 0 <= x < 1, "a number in [0, 1) at every step")
+        b1 = at_step("b1", self.b1, step, *DECAY)
         return dataclasses.replace(self, b1=jnp.asarray(b1, jnp.float32))
 
     def terms(self, update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -236,13 +236,7 @@ def code_bits(mu_dtype: jax.typing.DTypeLike | None) -> int | None:
     """Bits of the codes that a type asks for; None for a type that the average itself can have."""
     if mu_dtype is None:
         return None
-    try:
-        is_array = isinstance(mu_dtype, jax.Array | np.ndarray)
-        name = (
-            "an array" if is_array else "int5" if mu_dtype == "int5" else jnp.dtype(mu_dtype).name
-        )
-    except TypeError:
-        name = repr(mu_dtype)
+    name = dtype_name(mu_dtype)
     if name in ("int8", "int5", "int4"):
         return int(name.removeprefix("int"))
     if name.startswith(("float", "bfloat")) and jnp.dtype(mu_dtype).itemsize >= 2:

@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import check_state, require, require_precise
+from adapprox_jax.argument_checks import (
+    DECAY,
+    NOT_NEGATIVE,
+    check_state,
+    require,
+    require_precise,
+)
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple
 from adapprox_jax.params.matrix_view import MatrixView
@@ -63,8 +69,8 @@ def scale_by_neuron_moment(
     Source: NorMuon (2510.05491), the second moment of its directions.
     """
     require_precise("b2", b2)
-    require("b2", b2, lambda x: 0 <= x < 1, "a number in [0, 1)")
-    require("eps", eps, lambda x: x >= 0, "a number of at least 0")
+    require("b2", b2, *DECAY)
+    require("eps", eps, *NOT_NEGATIVE)
     check_dimension_numbers(weight_dimension_numbers)
 
     def zeros(leaf: Any, view: MatrixView) -> jax.Array:

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from adapprox_jax.argument_checks import (
+    NOT_NAN,
+    NOT_NEGATIVE,
+    Range,
     at_step,
     check_state,
     require_flag,
@@ -53,7 +55,7 @@ def add_cautious_weight_decay(
 
     Source: "Cautious Weight Decay" (2510.12402).
     """
-    _require_decay(weight_decay)
+    require_or_schedule("weight_decay", weight_decay, *NOT_NEGATIVE)
     checked = _checked_mask(mask)
 
     def init(params: optax.Params) -> optax.OptState:
@@ -70,7 +72,7 @@ def add_cautious_weight_decay(
         multiple: Any = weight_decay
         if callable(weight_decay):
             check_state(state, CautiousWeightDecayState, "add_cautious_weight_decay")
-            multiple = at_step("weight_decay", weight_decay, state.count)
+            multiple = at_step("weight_decay", weight_decay, state.count, *NOT_NEGATIVE)
             state = CautiousWeightDecayState(optax.safe_increment(state.count))
 
         def decayed(x: jax.Array | None, w: Any) -> jax.Array | None:
@@ -92,22 +94,23 @@ def decay_and_rate(
     cautious: bool,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The end of an optimizer: decoupled weight decay and the learning rate."""
-    allowed = "a number, not NaN, or a schedule"
-    require_or_schedule("learning_rate", learning_rate, lambda x: not np.isnan(x), allowed)
-    _require_decay(weight_decay)
+    require_or_schedule("learning_rate", learning_rate, *NOT_NAN)
+    require_or_schedule("weight_decay", weight_decay, *NOT_NEGATIVE)
     require_flag("cautious_weight_decay", cautious)
-    rate = _checked_schedule("learning_rate", learning_rate)
+    rate = _checked_schedule("learning_rate", learning_rate, NOT_NAN)
     if cautious:
         decay = add_cautious_weight_decay(weight_decay, mask)
     else:
-        schedule = _checked_schedule("weight_decay", weight_decay)
+        schedule = _checked_schedule("weight_decay", weight_decay, NOT_NEGATIVE)
         decay = optax.add_decayed_weights(schedule, _checked_mask(mask))
     return decay, optax.scale_by_learning_rate(rate)
 
 
-def _checked_schedule(name: str, value: optax.ScalarOrSchedule) -> optax.ScalarOrSchedule:
-    """A schedule that raises ValueError where it gives something else than a number."""
-    return partial(at_step, name, value) if callable(value) else value
+def _checked_schedule(
+    name: str, value: optax.ScalarOrSchedule, of: Range
+) -> optax.ScalarOrSchedule:
+    """A schedule that raises ValueError where it gives something else than an allowed number."""
+    return (lambda step: at_step(name, value, step, *of)) if callable(value) else value
 
 
 def _checked_mask(mask: Any) -> Callable[[Any], Any] | None:
@@ -118,8 +121,3 @@ def _checked_mask(mask: Any) -> Callable[[Any], Any] | None:
     if not callable(mask):
         require_booleans("mask", mask)
     return None if mask is None else partial(spread_booleans, "mask", mask)
-
-
-def _require_decay(weight_decay: optax.ScalarOrSchedule) -> None:
-    allowed = "a number of at least 0, or a schedule"
-    require_or_schedule("weight_decay", weight_decay, lambda x: x >= 0, allowed)

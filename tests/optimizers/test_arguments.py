@@ -56,6 +56,7 @@ def raises(call, *words, error=ValueError):
         ("orthogonalization", "svd"),
         ("factor_dtype", "banana"),
         ("factor_dtype", jnp.float16),
+        *((name, jnp.ones(2)) for name in ("factor_dtype", "mu_dtype")),
         *(("weight_dimension_numbers", value) for value in ("a", 5, {"w": 5}, (0, 1))),
         ("weight_dimension_numbers", lambda: None),
         *(("key", value) for value in (2**70, -(2**64), 1.5, True, "a", jnp.ones(2))),
@@ -409,11 +410,26 @@ def test_schedules_that_give_no_number_are_named():
         adapprox_jax.adapprox(lambda step, other: 1e-3)
 
 
-@pytest.mark.parametrize("value", [1.5, -0.1, np.nan])
-@pytest.mark.parametrize("name", ["b1", "b2"])
-def test_decays_are_in_range_at_every_step(name, value):
-    tx = adapprox_jax.adapprox(1e-3, **{name: lambda step: value})
-    raises(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS), f"{name} is {value}", "every step")
+@pytest.mark.parametrize("cautious", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *((name, value) for name in ("b1", "b2") for value in (1.5, -0.1, np.nan)),
+        *(
+            (name, value)
+            for name in ("error_threshold", "weight_decay")
+            for value in (-0.1, np.nan)
+        ),
+        ("learning_rate", np.nan),
+    ],
+)
+def test_functions_are_in_range_at_every_step(name, value, cautious):
+    def update():
+        settings = {"learning_rate": 1e-3, "cautious_weight_decay": cautious}
+        tx = adapprox_jax.adapprox(**settings | {name: lambda step: value})
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+    raises(update, f"{name} is {value}", "at every step")
 
 
 def test_a_largest_rank_of_one_as_a_fraction_is_no_rank_of_one():

@@ -40,6 +40,9 @@ def test_growth_arguments_are_checked():
         sigmoid_growth(eta=0)
     with pytest.raises(ValueError, match=r"omega is 1\.0; allowed: a number below 0"):
         sigmoid_growth(omega=1.0)
+    for name, value in (("phi", "x"), ("tau", float("nan"))):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; allowed: a number, not NaN"):
+            sigmoid_growth(**{name: value})
 
 
 RULE = RankRule(
