@@ -228,12 +228,12 @@ BAD = [
     ),
     (dict(mu_dtype=jnp.float8_e4m3fn), r"mu_dtype is float8_e4m3fn; allowed: None, floating-point"),
     (dict(mu_dtype="int3", b1=0.0), r"mu_dtype is 'int3'; allowed: None, floating-point types"),
-    (dict(factor_dtype=jnp.float16), r"factor_dtype is 'float16'; allowed: 'bfloat16'"),
+    (dict(factor_dtype=jnp.float16), r"factor_dtype is float16; allowed: bfloat16"),
     (dict(key=1.5), r"key is 1\.5; allowed: an integer seed or a JAX random key"),
     (dict(weight_decay=-0.1), r"weight_decay is -0\.1; allowed"),
     (dict(guidance_max_scale=0.5), r"guidance_max_scale is 0\.5; allowed"),
     (dict(cosine_guidance=True, b1=0.0), r"b1 is 0\.0; allowed: .* where cosine_guidance is on"),
-    (dict(learning_rate=None), r"learning_rate is None; allowed: a number, not NaN, or a schedule"),
+    (dict(learning_rate=None), r"learning_rate is None; allowed: a number, not NaN, or a function"),
 ]
 
 
