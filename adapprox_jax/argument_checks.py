@@ -1,6 +1,7 @@
 """One-line errors for arguments out of range."""
 
 import inspect
+import math
 import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,8 +19,8 @@ class Range(NamedTuple):
 
 
 DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1)")
-NOT_NEGATIVE = Range(lambda x: x >= 0, "a number of at least 0")
-NOT_NAN = Range(lambda x: not np.isnan(x), "a number, not NaN")
+NOT_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0")
+FINITE = Range(lambda x: abs(x) < math.inf, "a finite number")
 
 
 def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:
@@ -101,16 +102,20 @@ def require_flag(name: str, value: Any) -> None:
 
 def require_function(name: str, value: Any, allowed: str) -> None:
     """Raises ValueError unless `value` can be called with one argument and be hashed."""
-    fits = callable(value) and getattr(type(value), "__hash__", None) is not None
-    if fits:
-        try:
-            inspect.signature(value).bind(None)
-        except TypeError:
-            fits = False
-        except ValueError:  # a function that does not tell its arguments
-            pass
-    if not fits:
+    is_hashable = getattr(type(value), "__hash__", None) is not None
+    if not (callable(value) and is_hashable and takes_one_argument(value)):
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
+
+
+def takes_one_argument(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as it tells."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # it does not tell its arguments
+        pass
+    return True
 
 
 def require_or_schedule(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import DECAY, NOT_NAN, at_step, require
+from adapprox_jax.argument_checks import DECAY, FINITE, at_step, require
 
 RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 
@@ -42,8 +42,8 @@ def sigmoid_growth(
     """
     require("eta", eta, lambda x: x > 0, "a number above 0")
     require("omega", omega, lambda x: x < 0, "a number below 0")
-    require("phi", phi, *NOT_NAN)
-    require("tau", tau, *NOT_NAN)
+    require("phi", phi, *FINITE)
+    require("tau", tau, *FINITE)
 
     def growth(error: jax.Array) -> jax.Array:
         sigmoid = jax.nn.sigmoid(phi - omega * jnp.asarray(error))
@@ -110,7 +110,7 @@ def momentum_by_rate(
     """
 
     def decay(step: jax.Array) -> jax.Array:
-        rate = at_step("learning_rate", learning_rate, step - 1, *NOT_NAN)
+        rate = at_step("learning_rate", learning_rate, step - 1, *FINITE)
         return jnp.clip(1 - jnp.abs(jnp.asarray(rate, jnp.float32)) / 0.08, 0.8, highest)
 
     return decay

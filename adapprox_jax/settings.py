@@ -58,7 +58,7 @@ class RankRule:
             least = self.initial_rank
             allowed = f"an integer of at least initial_rank = {least}"
             require("max_rank", self.max_rank, lambda x: x >= least, allowed)
-        require_integer("rank_interval", self.rank_interval, 1)
+        require_integer("rank_interval", self.rank_interval, 1, 2**31 - 1)
         require_function("rank_growth", self.growth, "a function, or None")
 
     @property

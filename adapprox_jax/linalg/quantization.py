@@ -170,6 +170,9 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
     """
     if not isinstance(shape, tuple) or not shape:
         raise ValueError(f"shape is {shape!r}; allowed: a tuple of at least one integer.")
+    for name, x in {"codes": codes, "scales": scales}.items():
+        if not hasattr(x, "dtype"):
+            raise ValueError(f"{name} is a {type(x).__name__}; allowed: an array.")
     require_choice("codes.dtype", codes.dtype, list(map(jnp.dtype, (jnp.int8, jnp.int4))))
     expected = {bits: quantized_like(shape, bits) for bits in BITS}
     given = codes.shape, codes.dtype, scales.shape

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from adapprox_jax.argument_checks import takes_one_argument
 from adapprox_jax.params.boxes import is_box, rebox, unbox
 
 
@@ -178,6 +179,8 @@ def spread_booleans(name: str, given: Any, params: Any) -> Any:
     """
     leaves = Leaves.of(params)
     if callable(given):
+        if not takes_one_argument(given):
+            raise ValueError(f"{name} is {given!r}; allowed: {_BOOLEANS}.")
         name, given = f"{name}(params)", given(params)
     require_booleans(name, given)
     flags = leaves.spread(name, given, is_box, _BOOLEANS)
@@ -233,9 +236,10 @@ def _check_type(name: str, array: Any, what: str) -> None:
         )
     is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
     if not (is_float and dtype.itemsize >= 2):
+        advice = " Leave other leaves out with optax.masked or optax.partition."
         raise TypeError(
             f"{name}: the {what} has type {dtype}; allowed: real floating-point types of 16 bits or"
-            " more. Leave other leaves out with optax.masked or optax.partition."
+            f" more.{advice if what == 'parameter' else ''}"
         )
 
 

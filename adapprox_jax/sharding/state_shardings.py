@@ -111,6 +111,9 @@ def _specs_on(
         if not hasattr(leaf, "shape"):
             kind = type(leaf).__name__
             raise ValueError(f"{leaf_name(path)} is a {kind}; allowed: an array or its shape.")
+        if len(spec) > len(leaf.shape):
+            axes_of = f"{leaf_name(path)} has {len(leaf.shape)} axes"
+            raise ValueError(f"{axes_of} and the spec {spec}; allowed: at most one entry an axis.")
         sharding = NamedSharding(explicit, spec)
         return rebox(param, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding))
 

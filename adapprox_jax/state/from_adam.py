@@ -169,8 +169,8 @@ def _check_state(state: Any) -> None:
         raise ValueError("tx keeps no state of Adapprox; allowed: adapprox, alone or wrapped.")
     if count > 1 and not any(map(_is_muon, jax.tree.leaves(state, is_leaf=_is_muon))):
         raise ValueError(
-            "tx has several second moments; allowed: those of adapprox_muon, or one. Adam's state"
-            " does not tell which of them are of directions."
+            "tx has several second moments; allowed: one, or those of adapprox_muon. Of others"
+            " Adam's state does not tell which are of gradients. Convert each part by itself."
         )
 
 

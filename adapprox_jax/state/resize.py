@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.argument_checks import check_concrete, require, require_flag, require_integer
+from adapprox_jax.argument_checks import (
+    NOT_NEGATIVE,
+    check_concrete,
+    require,
+    require_flag,
+    require_integer,
+)
 from adapprox_jax.linalg.srsi import fit_columns
 from adapprox_jax.settings import require_max_rank, resolve_capacity
 from adapprox_jax.sharding.axes import on_host
@@ -136,8 +142,8 @@ def grow(
     if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         raise ValueError(f"sizes is {sizes!r}; allowed: a sequence of rising integers.")
     if error_threshold is not None:
-        allowed = "a number of at least 0, or None"
-        require("error_threshold", error_threshold, lambda x: x >= 0, allowed)
+        holds, allowed = NOT_NEGATIVE
+        require("error_threshold", error_threshold, holds, f"{allowed}, or None")
     check_concrete("grow", opt_state)
     for i, size in enumerate(sizes):
         _require_no_array(f"sizes[{i}]", size)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from adapprox_jax.argument_checks import (
-    NOT_NAN,
+    FINITE,
     NOT_NEGATIVE,
     Range,
     at_step,
@@ -94,10 +94,10 @@ def decay_and_rate(
     cautious: bool,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The end of an optimizer: decoupled weight decay and the learning rate."""
-    require_or_schedule("learning_rate", learning_rate, *NOT_NAN)
+    require_or_schedule("learning_rate", learning_rate, *FINITE)
     require_or_schedule("weight_decay", weight_decay, *NOT_NEGATIVE)
     require_flag("cautious_weight_decay", cautious)
-    rate = _checked_schedule("learning_rate", learning_rate, NOT_NAN)
+    rate = _checked_schedule("learning_rate", learning_rate, FINITE)
     if cautious:
         decay = add_cautious_weight_decay(weight_decay, mask)
     else:

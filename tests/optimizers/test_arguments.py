@@ -35,6 +35,7 @@ def raises(call, *words, error=ValueError):
         *(("eps", value) for value in (-1.0, jnp.array(-1.0), jnp.ones(2), None)),
         ("b2", lambda: 0.9),
         ("eps_root", jnp.array(np.nan)),
+        *((name, np.inf) for name in ("learning_rate", "weight_decay", "eps", "error_threshold")),
         ("learning_rate", jnp.array(np.nan)),
         ("weight_decay", jnp.array(-0.1)),
         ("clipping_threshold", jnp.array(0.0)),
@@ -49,6 +50,7 @@ def raises(call, *words, error=ValueError):
         ("rank_growth", lambda: 1),
         ("rank_growth", 3),
         ("rank_interval", jnp.array(3)),
+        ("rank_interval", 2**31),
         ("max_rank", 0),
         ("max_rank", 1.5),
         ("approximate", "cube"),
@@ -337,6 +339,7 @@ def test_quantize_names_what_it_cannot_take():
             lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(4)), 4),
             "shape is 4; allowed",
         ),
+        (lambda: adapprox_jax.dequantize([1], [1.0], (1,)), "codes is a list; allowed"),
     ]:
         raises(call, words)
     codes, scales = adapprox_jax.quantize(jnp.ones((0, 40)))
@@ -382,6 +385,7 @@ def test_integer_updates_are_refused(tx):
             r"^mask\(params\) has 'no' at \['w'\]; allowed: None, a tree of booleans",
         ),
         (lambda params: None, r"^mask\(params\) is None; allowed: None, a tree"),
+        (lambda path, param: True, "^mask is <function .*>; allowed: None, a tree"),
         ({"w": np.array([True, False])}, "mask has array"),
         ({"v": True}, "mask is {'v': True}; allowed: None, a tree of booleans that is a prefix"),
         ({"w": True, "v": True}, "mask is .*; allowed: None, a tree of booleans that is a prefix"),
@@ -406,7 +410,7 @@ def test_schedules_that_give_no_number_are_named():
             ValueError, match=rf"{name} gave float32\[4\]; allowed: one real number"
         ):
             tx.update(params, tx.init(params), params)
-    with pytest.raises(ValueError, match=r"learning_rate is .*; allowed: a number, not NaN, or a"):
+    with pytest.raises(ValueError, match=r"learning_rate is .*; allowed: a finite number, or a"):
         adapprox_jax.adapprox(lambda step, other: 1e-3)
 
 

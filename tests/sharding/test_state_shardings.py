@@ -114,6 +114,12 @@ def test_specs_that_do_not_fit_are_named(given):
         adapprox_jax.state_specs(adapprox_jax.adapprox(1e-3), params, given)
 
 
+def test_a_spec_of_more_axes_than_the_leaf_is_named():
+    params = {"kernel": jnp.zeros((64, 64)), "bias": jnp.zeros(64)}
+    with pytest.raises(ValueError, match=r"^\['bias'\] has 1 axes and the spec .*; allowed: at"):
+        adapprox_jax.state_specs(adapprox_jax.adapprox(1e-3), params, P(None, "x"))
+
+
 def test_an_axis_that_the_devices_do_not_divide_is_on_all_of_them(mesh):
     sharding = NamedSharding(mesh, P(("x", "y"), None))
     # 33 blocks of the average's codes.

@@ -41,7 +41,7 @@ def test_growth_arguments_are_checked():
     with pytest.raises(ValueError, match=r"omega is 1\.0; allowed: a number below 0"):
         sigmoid_growth(omega=1.0)
     for name, value in (("phi", "x"), ("tau", float("nan"))):
-        with pytest.raises(ValueError, match=f"{name} is {value!r}; allowed: a number, not NaN"):
+        with pytest.raises(ValueError, match=f"{name} is {value!r}; allowed: a finite number"):
             sigmoid_growth(**{name: value})
 
 

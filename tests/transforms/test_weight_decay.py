@@ -84,13 +84,15 @@ def test_a_schedule_of_the_decay_is_followed(make, cautious):
     for actual, decay, step in zip(scheduled, (0.5, 0.25, 0.0), range(3), strict=True):
         np.testing.assert_allclose(actual, updates_with(decay)[step], rtol=1e-6)
     with pytest.raises(
-        ValueError, match=r"weight_decay is .*; allowed: a number of at least 0, or"
+        ValueError, match=r"weight_decay is .*; allowed: a finite number of at least 0, or"
     ):
         make(1.0, weight_decay=lambda: 0.1)
 
 
 def test_parameters_are_needed_and_decay_is_not_negative():
-    with pytest.raises(ValueError, match="weight_decay is -1; allowed: a number of at least 0"):
+    with pytest.raises(
+        ValueError, match="weight_decay is -1; allowed: a finite number of at least 0"
+    ):
         adapprox_jax.add_cautious_weight_decay(-1)
     tx = adapprox_jax.add_cautious_weight_decay(0.1)
     with pytest.raises(ValueError, match="params is None; allowed: the parameters"):
