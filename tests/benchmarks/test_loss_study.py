@@ -30,7 +30,7 @@ def updates_of(make, seed=0, rate=1.0):
     scale = 0.0 if seed is None else 1e-3
     grads = [scale * jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
     tx = make(optax.constant_schedule(rate))
-    updates, _ = jax.jit(tx.update)(treedef.unflatten(grads), tx.init(PARAMS), PARAMS)
+    updates, _ = tx.update(treedef.unflatten(grads), tx.init(PARAMS), PARAMS)
     return updates
 
 

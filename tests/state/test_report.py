@@ -153,7 +153,8 @@ def test_rules_for_the_paths_of_parameters_fit_the_state(tx, dtype):
     shapes = {"embedding": (512, 64), "mlp": (128, 256), "layers": (3, 128, 256), "bias": (256,)}
     params = {name: jnp.ones(shape, dtype) for name, shape in shapes.items()}
     seen = set()
-    for state in (tx.init(params), tx.update(params, tx.init(params), params)[1]):
+    first = jax.eval_shape(tx.init, params)
+    for state in (first, jax.eval_shape(tx.update, params, first, params)[1]):
         for path, array in jax.tree_util.tree_leaves_with_path(state):
             names = [key.key for key in path if getattr(key, "key", None) in shapes]
             assert all(array.ndim == len(shapes[name]) for name in names), path

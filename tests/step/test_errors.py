@@ -1,5 +1,7 @@
 """The error reported is that of the factors, and a rank that rises is followed at once."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -50,16 +52,23 @@ CASES = [
 ]
 
 
+@functools.cache
+def compiled(name):
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
+    return tx, jax.jit(tx.update)
+
+
 @pytest.mark.parametrize(("way", "name", "shape"), CASES)
 @pytest.mark.parametrize(
     "kind", ["rows", "dense", "zero, then rows", "constant, then rows", "rows that grow"]
 )
 def test_the_error_is_that_of_the_factors(name, kind, shape, way, request):
+    tx, update = compiled(name)
     if way == "accelerator":
         request.getfixturevalue("in_phases")()
-    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
+        update = jax.jit(tx.update)
     grads = gradients(kind, shape)
-    state, update = tx.init(grads[0]), jax.jit(tx.update)
+    state = tx.init(grads[0])
     last = np.zeros(shape)
     for grad in grads:
         _, state = update(grad, state)
