@@ -77,38 +77,35 @@ def accumulate(
         ]
         return (total, kept), None
 
-    zeros = [jnp.zeros(x.shape, wide_dtype(x.dtype)) for x in jax.tree.leaves(value_like)]
-    zeros += [
+    of_value = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), value_like)
+    of_gradients = [
         jnp.zeros_like(weight, wide_dtype(x.dtype))
         for weight, x in zip(of_params.arrays, like.arrays, strict=True)
     ]
-    zeros = _varying_as_sums(zeros, function, params, one)
-    count_of_values = len(zeros) - len(like.arrays)
-    start = (
-        jax.tree.unflatten(jax.tree.structure(value_like), zeros[:count_of_values]),
-        [_stored(x, of.dtype) for x, of in zip(zeros[count_of_values:], like.arrays, strict=True)],
-    )
-    (total, kept), _ = jax.lax.scan(add, start, batches)
+    total, sums = _varying_as_sums((of_value, of_gradients), function, params, one)
+    kept = [_stored(x, of.dtype) for x, of in zip(sums, like.arrays, strict=True)]
+    (total, kept), _ = jax.lax.scan(add, (total, kept), batches)
     value = jax.tree.map(lambda x, like: x.astype(like.dtype), total, value_like)
     means = [_sum_of(pair).astype(x.dtype) for pair, x in zip(kept, like.arrays, strict=True)]
     return value, like.filled(means)
 
 
 def _varying_as_sums(
-    zeros: list[jax.Array], function: Callable[[Any, Any], Any], params: Any, batch: Any
-) -> list[jax.Array]:
+    zeros: Any, function: Callable[[Any, Any], Any], params: Any, batch: Any
+) -> Any:
     """Zeros that vary over the devices of a `jax.shard_map` where what is added to them does."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return zeros
     varies: list[bool] = []
 
-    def ask(params: Any, batch: Any, zeros: list[jax.Array]) -> None:
-        found = jax.tree.leaves(function(params, batch))
-        varies.extend(not varies_no_more(x, z) for x, z in zip(found, zeros, strict=True))
+    def ask(params: Any, batch: Any, zeros: Any) -> None:
+        pairs = map(jax.tree.leaves, (function(params, batch), zeros))
+        varies.extend(not varies_no_more(x, z) for x, z in zip(*pairs, strict=True))
 
     jax.eval_shape(ask, params, batch, zeros)
     varying, _ = varying_alike((zeros, (params, batch)))
-    return [v if is_so else z for z, v, is_so in zip(zeros, varying, varies, strict=True)]
+    is_varying = jax.tree.unflatten(jax.tree.structure(zeros), varies)
+    return jax.tree.map(lambda z, v, is_so: v if is_so else z, zeros, varying, is_varying)
 
 
 def _stored(total: jax.Array, dtype: np.dtype) -> tuple[jax.Array, ...]:

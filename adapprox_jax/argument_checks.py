@@ -4,23 +4,18 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-
-class Range(NamedTuple):
-    """What numbers are allowed, as `require` takes it."""
-
-    holds: Callable[[Any], bool]
-    allowed: str
-
-
-DECAY = Range(lambda x: 0 <= x < 1, "a number in [0, 1)")
-NOT_NEGATIVE = Range(lambda x: 0 <= x < math.inf, "a finite number of at least 0")
-FINITE = Range(lambda x: abs(x) < math.inf, "a finite number")
+# What numbers are allowed, as the last two arguments of `require`.
+Range: TypeAlias = tuple[Callable[[Any], bool], str]
+DECAY: Range = (lambda x: 0 <= x < 1, "a number in [0, 1)")
+NOT_NEGATIVE: Range = (lambda x: 0 <= x < math.inf, "a finite number of at least 0")
+FINITE: Range = (lambda x: abs(x) < math.inf, "a finite number")
+POSITIVE: Range = (lambda x: x > 0, "a number above 0")
 
 
 def require(name: str, value: Any, holds: Callable[[Any], bool], allowed: str) -> None:
@@ -140,11 +135,6 @@ def at_step(
     if callable(value):
         require(name, result, holds, f"{allowed} at every step")
     return result
-
-
-def power(decay: Any, step: jax.Array) -> jax.Array:
-    """decay^step, not with an integer exponent, for each of which JAX would compile a program."""
-    return jnp.power(decay, jnp.asarray(step, float))
 
 
 def require_transformation(name: str, value: Any) -> None:

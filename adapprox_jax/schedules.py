@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import DECAY, FINITE, at_step, require
+from adapprox_jax.argument_checks import DECAY, FINITE, POSITIVE, at_step, require
 
 RankGrowth: TypeAlias = Callable[[jax.Array], jax.typing.ArrayLike]
 
@@ -40,7 +40,7 @@ def sigmoid_growth(
     Source: paper, equation of f(xi). As printed it is negative everywhere; this is the form that
     fits the text (docs/algorithm.md, 1).
     """
-    require("eta", eta, lambda x: x > 0, "a number above 0")
+    require("eta", eta, *POSITIVE)
     require("omega", omega, lambda x: x < 0, "a number below 0")
     require("phi", phi, *FINITE)
     require("tau", tau, *FINITE)

@@ -19,7 +19,6 @@ from adapprox_jax.argument_checks import (
     NOT_NEGATIVE,
     at_step,
     dtype_name,
-    power,
     require,
     require_choice,
     require_flag,
@@ -35,19 +34,38 @@ from adapprox_jax.linalg.orthonormalize import (
     Orthogonalization,
 )
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth
-from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate, Approximation
+from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate
+from adapprox_jax.step.scalars import StepScalars
 
 FACTOR_DTYPES = ("bfloat16", "float32", "float64")  # float16 would overflow
 
 
 @dataclasses.dataclass(frozen=True)
-class RankRule:
-    """How large the rank of a matrix may be, and when and how it is chosen."""
+class Settings:
+    """All settings of `scale_by_adapprox` that decide shapes or code."""
 
     initial_rank: int | None = None  # k_init; None: the rank is fixed at the buffers' width
     max_rank: int | float = 8  # k_max
     rank_interval: int = 10  # Delta s
-    rank_growth: RankGrowth | None = None  # f; None: the paper's
+    rank_growth: RankGrowth = PAPERS_GROWTH  # f
+    power_iterations: int = 1  # l
+    oversampling: int = 0  # p
+    rotate: bool = True
+    warm_start: bool = True
+    approximate: Approximate = "root"
+    orthogonalization: Orthogonalization = "cholesky"
+    min_dim_size_to_factor: int = 64
+    factor_dtype: Any = None  # None: float32, or float64 for float64 parameters
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> "Settings":
+        """Settings from the public keywords, as `locals()` has them. What is None has its default.
+
+        The defaults stand here because `optax.inject_hyperparams` makes arrays of those integers
+        that stand in a signature, and nothing that decides shapes can be one.
+        """
+        names = [field.name for field in dataclasses.fields(cls)]
+        return cls(**{name: keywords[name] for name in names if keywords[name] is not None})
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
@@ -59,12 +77,20 @@ class RankRule:
             allowed = f"an integer of at least initial_rank = {least}"
             require("max_rank", self.max_rank, lambda x: x >= least, allowed)
         require_integer("rank_interval", self.rank_interval, 1, 2**31 - 1)
-        require_function("rank_growth", self.growth, "a function, or None")
-
-    @property
-    def growth(self) -> RankGrowth:
-        """From an error to the columns to add."""
-        return PAPERS_GROWTH if self.rank_growth is None else self.rank_growth
+        require_function("rank_growth", self.rank_growth, "a function, or None")
+        require_integer("power_iterations", self.power_iterations, 1)
+        require_integer("oversampling", self.oversampling, 0)
+        require_flag("rotate", self.rotate)
+        require_flag("warm_start", self.warm_start)
+        require_choice("approximate", self.approximate, tuple(APPROXIMATIONS))
+        require_choice("orthogonalization", self.orthogonalization, tuple(ORTHONORMALIZE))
+        require_integer("min_dim_size_to_factor", self.min_dim_size_to_factor, 1)
+        if self.factor_dtype is not None:
+            name = dtype_name(self.factor_dtype)
+            if name not in FACTOR_DTYPES:
+                allowed = ", ".join(FACTOR_DTYPES)
+                raise ValueError(f"factor_dtype is {name}; allowed: {allowed}.")
+            object.__setattr__(self, "factor_dtype", jnp.dtype(self.factor_dtype))
 
     @property
     def is_fixed(self) -> bool:
@@ -73,7 +99,7 @@ class RankRule:
             return self.initial_rank is None
         return self.initial_rank in (None, self.max_rank)
 
-    def first(self, capacity: int) -> int:
+    def first_rank(self, capacity: int) -> int:
         """k_init cut to buffers of `capacity` columns; all of them where the rank is fixed."""
         if self.initial_rank is None or self.is_fixed:
             return capacity
@@ -82,25 +108,6 @@ class RankRule:
     def chooses_at(self, step: jax.Array) -> jax.Array:
         """Whether ranks are chosen at a step."""
         return jax.lax.rem(step - 1, jnp.asarray(self.rank_interval, step.dtype)) == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Subspace:
-    """How a matrix is factored at a given rank: Algorithm 1."""
-
-    power_iterations: int = 1  # l
-    oversampling: int = 0  # p
-    rotate: bool = True
-    warm_start: bool = True
-    orthogonalization: Orthogonalization = "cholesky"
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for the first field that is out of range."""
-        require_integer("power_iterations", self.power_iterations, 1)
-        require_integer("oversampling", self.oversampling, 0)
-        require_flag("rotate", self.rotate)
-        require_flag("warm_start", self.warm_start)
-        require_choice("orthogonalization", self.orthogonalization, tuple(ORTHONORMALIZE))
 
     def width(self, capacity: int, rows: int) -> int:
         """Columns worked on in buffers of `capacity`: p more, at most `rows` in all.
@@ -114,57 +121,6 @@ class Subspace:
     def rounds(self) -> int:
         """Rounds of Cholesky QR for an orthonormal basis."""
         return WARM_ROUNDS if self.warm_start and self.power_iterations == 1 else ROUNDS
-
-
-@dataclasses.dataclass(frozen=True)
-class Storage:
-    """Which leaves are factored, and how their factors are kept."""
-
-    min_dim_size_to_factor: int = 64
-    factor_dtype: Any = None  # None: float32, or float64 for float64 parameters
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for the first field that is out of range."""
-        require_integer("min_dim_size_to_factor", self.min_dim_size_to_factor, 1)
-        if self.factor_dtype is not None:
-            name = dtype_name(self.factor_dtype)
-            if name not in FACTOR_DTYPES:
-                allowed = ", ".join(FACTOR_DTYPES)
-                raise ValueError(f"factor_dtype is {name}; allowed: {allowed}.")
-            object.__setattr__(self, "factor_dtype", jnp.dtype(self.factor_dtype))
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """All settings of `scale_by_adapprox` that decide shapes or code."""
-
-    rank: RankRule
-    subspace: Subspace
-    storage: Storage
-    approximate: Approximate
-
-    @classmethod
-    def of(cls, keywords: Mapping[str, Any]) -> "Settings":
-        """Settings from the public keywords, as `locals()` has them. What is None has its default.
-
-        The defaults stand here because `optax.inject_hyperparams` makes arrays of those integers
-        that stand in a signature, and nothing that decides shapes can be one.
-        """
-
-        def part(kind: Any) -> Any:
-            names = [field.name for field in dataclasses.fields(kind)]
-            return kind(**{name: keywords[name] for name in names if keywords[name] is not None})
-
-        return cls(part(RankRule), part(Subspace), part(Storage), keywords["approximate"])
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for an approximation that there is not."""
-        require_choice("approximate", self.approximate, tuple(APPROXIMATIONS))
-
-    @property
-    def approximation(self) -> Approximation:
-        """What the factors stand for."""
-        return APPROXIMATIONS[self.approximate]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,18 +151,14 @@ class Hyperparameters:
             clip = self.clipping_threshold
             require("clipping_threshold", clip, lambda x: x > 0, "a number above 0, or None")
 
-    def at(self, step: jax.Array) -> dict[str, Any]:
-        """The numbers of a step, from 1, as `StepScalars` names them."""
+    def at(self, step: jax.Array, draws: jax.Array, rounding: jax.Array | None) -> "StepScalars":
+        """The numbers of a step, from 1."""
         b2 = at_step("b2", self.b2, step, *DECAY)
         threshold = at_step("error_threshold", self.error_threshold, step, *NOT_NEGATIVE)
-        return {
-            "b2": b2,
-            "eps": self.eps,
-            "eps_root": self.eps_root,
-            "correction": 1 - power(b2, step) if self.bias_correction else 1.0,
-            "error_threshold": threshold,
-            "clipping_threshold": self.clipping_threshold,
-        }
+        # Not with an integer exponent, for each of which JAX would compile a program.
+        bias = jnp.power(b2, jnp.asarray(step, float)) if self.bias_correction else 0.0
+        numbers = b2, self.eps, self.eps_root, 1 - bias, threshold, self.clipping_threshold
+        return StepScalars(step, draws, rounding, *numbers)
 
 
 # What `optax.inject_hyperparams` must leave alone: arguments that decide shapes or code, b1 among
@@ -215,8 +167,8 @@ class Hyperparameters:
 STATIC_ARGS: tuple[str, ...] = (
     *("b1", "mu_dtype", "mask", "cosine_guidance", "nesterov", "bias_correction"),
     "cautious_weight_decay",
-    *(field.name for part in (RankRule, Subspace, Storage) for field in dataclasses.fields(part)),
-    *("approximate", "weight_dimension_numbers", "key"),
+    *(field.name for field in dataclasses.fields(Settings)),
+    *("weight_dimension_numbers", "key"),
 )
 
 MUON_STATIC_ARGS: tuple[str, ...] = (

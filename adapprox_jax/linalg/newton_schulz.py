@@ -55,16 +55,16 @@ def newton_schulz(
         polynomial = (a * identity + b * squares.astype(sum_dtype) + c * fourths).astype(dtype)
         return times(polynomial, x, product) if m <= n else times(x, polynomial, product)
 
-    unit = _of_norm_one(matrices.astype(sum_dtype)).astype(dtype)
+    unit = of_norm_one(matrices.astype(sum_dtype), (1, 2)).astype(dtype)
     return jax.lax.fori_loop(0, steps, step, unit, unroll=unroll)
 
 
-def _of_norm_one(matrices: jax.Array) -> jax.Array:
-    """Matrices divided by their Frobenius norms; zero ones stay zero."""
+def of_norm_one(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """An array divided by its norms over some axes; what is zero stays zero."""
     # Largest entry first: squares of small numbers vanish, of large ones they overflow.
-    matrices = _divided(matrices, jnp.max(jnp.abs(matrices), axis=(1, 2), keepdims=True))
-    return _divided(matrices, jnp.sqrt(jnp.sum(jnp.square(matrices), axis=(1, 2), keepdims=True)))
+    x = x / _nonzero(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
+    return x / _nonzero(jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True)))
 
 
-def _divided(matrices: jax.Array, sizes: jax.Array) -> jax.Array:
-    return matrices / jnp.where(sizes == 0, 1, sizes)
+def _nonzero(x: jax.Array) -> jax.Array:
+    return jnp.where(x == 0, 1, x)

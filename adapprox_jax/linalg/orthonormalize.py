@@ -57,15 +57,15 @@ def orthonormalize_cholesky(
 
     def one_round(_: Any, carry: _Round) -> _Round:
         bases = [basis + noise for basis, noise in zip(carry[0], noises, strict=True)]
-        grams = [_gram(basis) for basis in bases]
+        grams = [jax.vmap(lambda x: contract(x, x, 0))(basis) for basis in bases]
         inverses = _inverse_factors([_shifted(gram) for gram in grams])
         new = [
-            _product(basis, jnp.swapaxes(inverse, -2, -1))
+            matmul(basis, jnp.swapaxes(inverse, -2, -1))
             for basis, inverse in zip(bases, inverses, strict=True)
         ]
         # The squared norms of the new columns, without another sum over rows.
         energies = [
-            jnp.sum(_product(inverse, gram) * inverse, axis=-1)[:, None, :]
+            jnp.sum(matmul(inverse, gram) * inverse, axis=-1)[:, None, :]
             for inverse, gram in zip(inverses, grams, strict=True)
         ]
         return new, energies
@@ -127,14 +127,6 @@ def _shifted(gram: jax.Array) -> jax.Array:
     eye = np.eye(width, dtype=gram.dtype)[None]
     is_near = jnp.all(jnp.abs(gram - eye) < 0.5 / width, axis=(-2, -1), keepdims=True)
     return gram + jnp.where(is_near, 0, 4 * width * float(np.finfo(gram.dtype).eps) * eye)
-
-
-def _gram(basis: jax.Array) -> jax.Array:
-    return jax.vmap(lambda x: contract(x, x, 0))(basis)
-
-
-def _product(a: jax.Array, b: jax.Array) -> jax.Array:
-    return jax.vmap(matmul)(a, b)
 
 
 def _nonzero(x: jax.Array) -> jax.Array:

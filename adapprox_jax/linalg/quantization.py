@@ -100,21 +100,15 @@ def _extremes_in_blocks(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Arr
     if whole < length:  # and not padded, which would be one more copy
         rest = jnp.expand_dims(jax.lax.slice_in_dim(array, whole, length, axis=axis), axis)
         parts.append((rest, rest))
-    # Both in one pass over the array.
-    largest, smallest = zip(*(_extremes(*part, axis + 1) for part in parts), strict=True)
-    return jnp.concatenate(largest, axis), jnp.concatenate(smallest, axis)
-
-
-def _extremes(above: jax.Array, below: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The maximum of one array and the minimum of another one along an axis."""
     start = np.float32(-np.inf), np.float32(np.inf)
-    largest, smallest = jax.lax.reduce((above, below), start, _both, (axis,))
+
+    def both(x: Any, y: Any) -> Any:
+        return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
+
+    # Both in one pass over the array.
+    extremes = (jax.lax.reduce(part, start, both, (axis + 1,)) for part in parts)
+    largest, smallest = (jnp.concatenate(x, axis) for x in zip(*extremes, strict=True))
     return largest, smallest
-
-
-def _both(x: Any, y: Any) -> Any:
-    """Of two pairs the larger first and the smaller second number."""
-    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
 
 
 def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:

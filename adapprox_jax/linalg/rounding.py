@@ -33,19 +33,6 @@ def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(single), finite, single).astype(jnp.bfloat16)
 
 
-def rounded(
-    array: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.Array | None = None
-) -> jax.Array:
-    """An array in a type: with random bits to bfloat16 stochastically, else to the nearest.
-
-    Args:
-      array: Real, of any shape.
-      dtype: Of the result; bfloat16 where there are bits.
-      bits: Random uint16 of that shape, or None.
-    """
-    return array.astype(dtype) if bits is None else round_stochastically(array, bits)
-
-
 def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
     """Numbers in [0, 1) that look random, others for every count.
 

@@ -13,7 +13,7 @@ import numpy as np
 from adapprox_jax.argument_checks import require_choice, require_flag, require_integer
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, Orthogonalization
 from adapprox_jax.linalg.products import contract, matmul, outer
-from adapprox_jax.linalg.random_start import require_key
+from adapprox_jax.linalg.random_keys import require_key
 from adapprox_jax.linalg.rounding import wide_dtype
 
 
@@ -114,17 +114,6 @@ def power_of_two_below(largest: jax.Array) -> jax.Array:
 def frobenius_norm(matrix: jax.Array) -> jax.Array:
     """Frobenius norm, a scalar; the matrix must be of a scale at which squares are numbers."""
     return jnp.sqrt(jnp.sum(jnp.square(matrix)))
-
-
-def mask_columns(matrix: jax.Array, active: jax.typing.ArrayLike) -> jax.Array:
-    """Zeroes the columns from `active` (an integer, may be traced) on."""
-    return jnp.where(jnp.arange(matrix.shape[1]) < active, matrix, 0)
-
-
-def fit_columns(array: jax.Array, width: int) -> jax.Array:
-    """Cuts the last axis to `width`, or adds zeros there."""
-    missing = max(width - array.shape[-1], 0)
-    return jnp.pad(array[..., :width], [(0, 0)] * (array.ndim - 1) + [(0, missing)])
 
 
 def principal_turn(gram: jax.Array) -> jax.Array:

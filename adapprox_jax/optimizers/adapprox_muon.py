@@ -1,7 +1,6 @@
 """adapprox_muon: orthogonal directions with a second moment for hidden matrices."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -9,6 +8,7 @@ import optax
 
 from adapprox_jax.argument_checks import (
     DECAY,
+    POSITIVE,
     check_state,
     require,
     require_choice,
@@ -138,7 +138,14 @@ def adapprox_muon(
     AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
-    _check(b2, adapprox_b1, adapprox_learning_rate_scale, second_moment)
+    require("adapprox_b1", adapprox_b1, *DECAY)
+    require("adapprox_learning_rate_scale", adapprox_learning_rate_scale, *POSITIVE)
+    require_choice("second_moment", second_moment, (True, False, "neurons"))
+    if second_moment == "neurons" and callable(b2):
+        raise ValueError(
+            "b2 is a function and second_moment 'neurons'; allowed: a number, or second_moment=True"
+            " or False."
+        )
     if b1 is None:
         b1 = momentum_by_rate(learning_rate, 0.9 if code_bits(mu_dtype) == 4 else 0.95)
     steps = 5 if newton_schulz_steps is None else newton_schulz_steps
@@ -146,80 +153,36 @@ def adapprox_muon(
     settings = Settings.of(locals())
     hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     numbers = weight_dimension_numbers
-    scaled = scale_with(settings, hyperparameters, numbers, key)
+    divided = scale_with(settings, hyperparameters, numbers, key)
+    if second_moment == "neurons":
+        divided = scale_by_neuron_moment(b2, eps, numbers)
     clips = dataclasses.replace(hyperparameters, clipping_threshold=1.0)
 
     of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
     hidden = optax.chain(
         average_unless_zero(b1, rounding="nearest", nesterov=nesterov, **of_average),
         orthogonalize(steps, numbers),
-        *_divide_and_scale(second_moment, b2, eps, scaled, numbers),
+        *([divided, scale_to_matrix_rms(RMS, numbers)] if second_moment else [optax.scale(RMS)]),
     )
     others = optax.chain(
         scale_with(settings, clips, numbers, key),
         average_unless_zero(adapprox_b1, nesterov=nesterov, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )
-    return named_chain(
-        "adapprox_muon",
-        _partition(hidden, others, _labels(orthogonalized, numbers)),
-        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
-    )
-
-
-def _partition(
-    hidden: optax.GradientTransformation,
-    others: optax.GradientTransformation,
-    labels: Callable[[Any], Any],
-) -> optax.GradientTransformation:
-    """Both by their labels. Neither needs parameters, which may be a model with other leaves."""
-    parts = optax.partition({HIDDEN: hidden, OTHERS: others}, labels)
-
-    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
-        del params
-        check_state(state, optax.PartitionState, "adapprox_muon")
-        return parts.update(updates, state)
-
-    return optax.GradientTransformation(parts.init, update)
-
-
-def _divide_and_scale(
-    second_moment: bool | Literal["neurons"],
-    b2: Any,
-    eps: jax.typing.ArrayLike,
-    scaled: optax.GradientTransformation,
-    numbers: WeightDimensionNumbers,
-) -> list[optax.GradientTransformation]:
-    """What gives directions their size: a second moment and a scale, or a scale alone."""
-    if not second_moment:
-        return [optax.scale(RMS)]
-    divided = scale_by_neuron_moment(b2, eps, numbers) if second_moment == "neurons" else scaled
-    return [divided, scale_to_matrix_rms(RMS, numbers)]
-
-
-def _labels(orthogonalized: Selection, numbers: WeightDimensionNumbers) -> Callable[[Any], Any]:
-    """From parameters or updates to a tree of the part that each leaf belongs to."""
 
     def labels(tree: Any) -> Any:
         chosen = resolve_selection(orthogonalized, tree, numbers)
         return jax.tree.map(lambda is_hidden: HIDDEN if is_hidden else OTHERS, chosen)
 
-    return labels
+    parts = optax.partition({HIDDEN: hidden, OTHERS: others}, labels)
 
+    def update(updates: optax.Updates, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params  # not needed, and they may be a model with other leaves
+        check_state(state, optax.PartitionState, "adapprox_muon")
+        return parts.update(updates, state)
 
-def _check(
-    b2: optax.ScalarOrSchedule,
-    adapprox_b1: jax.typing.ArrayLike,
-    adapprox_learning_rate_scale: jax.typing.ArrayLike,
-    second_moment: bool | Literal["neurons"],
-) -> None:
-    """Raises ValueError for what the parts of the chain would not name as the caller does."""
-    require("adapprox_b1", adapprox_b1, *DECAY)
-    scale, allowed = adapprox_learning_rate_scale, "a number above 0"
-    require("adapprox_learning_rate_scale", scale, lambda x: x > 0, allowed)
-    require_choice("second_moment", second_moment, (True, False, "neurons"))
-    if second_moment == "neurons" and callable(b2):
-        raise ValueError(
-            "b2 is a function and second_moment 'neurons'; allowed: a number, or second_moment=True"
-            " or False."
-        )
+    return named_chain(
+        "adapprox_muon",
+        optax.GradientTransformation(parts.init, update),
+        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
+    )

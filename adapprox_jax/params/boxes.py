@@ -26,14 +26,9 @@ def is_box(x: Any) -> bool:
     return is_node(x) and bool(jax.tree.leaves(x))
 
 
-def content(x: Any) -> Any:
+def unbox(x: Any) -> Any:
     """What is in one of the boxes, an array or not; anything else as it is."""
     return jax.tree.leaves(x, is_leaf=lambda inner: inner is not x)[0] if is_node(x) else x
-
-
-def unbox(x: Any) -> Any:
-    """The array in a box; anything else as it is."""
-    return jax.tree.leaves(x)[0] if is_box(x) else x
 
 
 def rebox(box: Any, value: Any) -> Any:

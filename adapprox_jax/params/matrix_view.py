@@ -124,13 +124,13 @@ def fused_shape(shape: tuple[int, ...], view: MatrixView) -> tuple[tuple[int, ..
 
 
 def to_matrices(leaf: jax.Array, view: MatrixView) -> jax.Array:
-    """A leaf as an array (*batch, rows, columns)."""
+    """A leaf as a stack of all of its matrices (matrices, rows, columns)."""
     batch, rows, columns = view_shape(leaf.shape, view)
-    return leaf.transpose(_order(view)).reshape(*batch, rows, columns)
+    return leaf.transpose(_order(view)).reshape(math.prod(batch), rows, columns)
 
 
 def from_matrices(matrices: jax.Array, view: MatrixView, shape: tuple[int, ...]) -> jax.Array:
-    """An array (*batch, rows, columns) as a leaf of the given shape; undoes `to_matrices`."""
+    """A stack of matrices as a leaf of the given shape; undoes `to_matrices`."""
     order = _order(view)
     inverse = sorted(range(len(order)), key=lambda position: order[position])
     return matrices.reshape([shape[axis] for axis in order]).transpose(inverse)

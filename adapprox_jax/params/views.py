@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import jax
 
 from adapprox_jax.argument_checks import require_function
-from adapprox_jax.params.boxes import content, is_node
+from adapprox_jax.params.boxes import is_node, unbox
 from adapprox_jax.params.known_axes import known_axes
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, MatrixView, matrix_view
@@ -32,7 +32,7 @@ def views_of(
         given = given(leaves.tree)
         check_dimension_numbers(given)
     spread = leaves.spread("weight_dimension_numbers", given, _is_numbers, _ALLOWED)
-    numbers = list(map(content, spread))
+    numbers = list(map(unbox, spread))
     if isinstance(given, MatrixDimensionNumbers):  # of all matrices: vectors have none
         numbers = [given if len(leaf.shape) > 1 else None for leaf in leaves.arrays]
     return tuple(
@@ -47,7 +47,7 @@ def check_dimension_numbers(given: WeightDimensionNumbers) -> None:
         require_function("weight_dimension_numbers", given, _ALLOWED)
         return
     # A function mapped over boxed parameters leaves its results in the boxes.
-    for number in map(content, jax.tree.leaves(given, is_leaf=_is_numbers)):
+    for number in map(unbox, jax.tree.leaves(given, is_leaf=_is_numbers)):
         if not (number is None or isinstance(number, MatrixDimensionNumbers)):
             raise ValueError(f"weight_dimension_numbers has {number!r}; allowed: {_ALLOWED}.")
 

@@ -158,12 +158,13 @@ def varies_no_more(array: jax.Array, like: jax.Array) -> bool:
 
 def explicit_sharding(leaf: Any) -> NamedSharding | None:
     """The sharding in the type of an array, or of an abstract one; None without explicit axes."""
-    is_abstract = isinstance(leaf, jax.ShapeDtypeStruct)
-    sharding = leaf.sharding if is_abstract else jax.typeof(leaf).sharding
-    has_spec = isinstance(sharding, NamedSharding) and bool(sharding.mesh.axis_names)
-    if not has_spec:
+    sharding = named_sharding(leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf))
+    if sharding is None or not sharding.mesh.abstract_mesh.explicit_axes:
         return None
-    abstract = (
-        sharding.mesh.abstract_mesh if hasattr(sharding.mesh, "abstract_mesh") else sharding.mesh
-    )
-    return NamedSharding(abstract, sharding.spec) if abstract.explicit_axes else None
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec)
+
+
+def named_sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding of an array, or of an abstract one, if it is one of a mesh."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None

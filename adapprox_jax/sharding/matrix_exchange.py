@@ -10,33 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from adapprox_jax.sharding.axes import devices_in_use
-
 _EXPERTS = re.compile("expert|moe", re.IGNORECASE)  # names of what a mesh divides by matrices
 
 
-def pools(
-    names: Sequence[str], stacks: Sequence[jax.Array], members: Iterable[int]
-) -> list[list[int]]:
-    """Stacks of one shape that a mesh works on at once: of several kinds if it has the devices."""
-    found: list[list[int]] = []
-    room = 0
-    for kind in _by_kind(names, members).values():
-        size = sum(len(stacks[i]) for i in kind)
-        if size > room:
-            found.append([])
-            room = devices_in_use()
-        found[-1] += kind
-        room -= size
-    return found
-
-
-def _by_kind(names: Sequence[str], members: Iterable[int]) -> dict[str, list[int]]:
+def by_kind(names: Sequence[str], members: Iterable[int]) -> list[list[int]]:
     """Leaves whose names differ in numbers alone: those of different layers are divided alike."""
     kinds: dict[str, list[int]] = {}
     for i in members:
         kinds.setdefault(re.sub(r"\d+", "", names[i]), []).append(i)
-    return kinds
+    return list(kinds.values())
 
 
 def each_on_one_device(
@@ -67,7 +49,7 @@ def each_on_one_device(
     first = 1 if any(map(_EXPERTS.search, names)) else 0
     steps = [PartitionSpec(axes[:count], free, free) for count in range(first, len(axes))]
     whole = PartitionSpec(axes, None, None)
-    kinds = list(_by_kind(names, range(len(stacks))).values())
+    kinds = by_kind(names, range(len(stacks)))
     joined = [jnp.concatenate([stacks[i] for i in kind]) for kind in kinds]
     ends = list(itertools.accumulate(map(len, joined)))
     slots = -(-ends[-1] // mesh.size) * mesh.size

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from adapprox_jax.argument_checks import require_transformation
 from adapprox_jax.params.boxes import has_axes_for_states, is_box, named_axes, rebox, unbox
 from adapprox_jax.params.leaves import Leaves, leaf_name
+from adapprox_jax.sharding.axes import named_sharding
 
 
 def state_shardings(
@@ -137,11 +138,11 @@ def _mesh_of(params: optax.Params, mesh: Mesh | None) -> Any:
     allowed = "parameters with NamedShardings of one mesh, or mesh= a jax.sharding.Mesh"
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise ValueError(f"mesh is {mesh!r}; allowed: a jax.sharding.Mesh, or None.")
-    shardings = [_named_sharding(leaf) for leaf in jax.tree.leaves(params)]
+    shardings = [named_sharding(leaf) for leaf in jax.tree.leaves(params)]
     found = [sharding.mesh for sharding in shardings if sharding is not None]
     found += [] if mesh is None else [mesh]
     concrete = {one for one in found if isinstance(one, Mesh)}
-    abstract = {one.abstract_mesh if isinstance(one, Mesh) else one for one in found}
+    abstract = {one.abstract_mesh for one in found}
     if len(abstract) != 1 or len(concrete) > 1:
         given = " and ".join(sorted(map(str, concrete or abstract))) or "no mesh"
         raise ValueError(f"params lie on {given}; allowed: {allowed}.")
@@ -154,7 +155,7 @@ def _mesh_of(params: optax.Params, mesh: Mesh | None) -> Any:
 
 
 def _spec_of(path: Any, param: Any, mesh: Any) -> PartitionSpec:
-    sharding = _named_sharding(unbox(param))
+    sharding = named_sharding(unbox(param))
     if sharding is not None and not has_axes_for_states(param):
         return sharding.spec
     spec = PartitionSpec(*named_axes(param)) if is_box(param) else PartitionSpec()
@@ -173,8 +174,3 @@ def _names(spec: PartitionSpec) -> list[str]:
 
 def _is_spec(x: Any) -> bool:
     return isinstance(x, PartitionSpec)
-
-
-def _named_sharding(leaf: Any) -> NamedSharding | None:
-    sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) and sharding.mesh.axis_names else None

@@ -17,7 +17,7 @@ from adapprox_jax.argument_checks import (
     require_flag,
     require_transformation,
 )
-from adapprox_jax.linalg.random_start import require_key
+from adapprox_jax.linalg.random_keys import require_key
 from adapprox_jax.linalg.srsi import frobenius_norm, normalize, relative_error, srsi
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS
 from adapprox_jax.params.leaves import Leaves
@@ -262,9 +262,8 @@ def _factored(
 
         def factors(target: jax.Array, key: jax.Array) -> Sequence[jax.Array]:
             one = partial(_factors, key=key, capacity=capacity, dtype=last.q.dtype)
-            matrices = to_matrices(target, view)
-            stack = matrices.reshape(last.rank.size, *matrices.shape[-2:])
-            results = jax.lax.map(one, stack)  # one after the other: each takes memory
+            # One after the other: each takes memory.
+            results = jax.lax.map(one, to_matrices(target, view))
             return [x.reshape(*batch, *x.shape[1:]) for x in results]
 
         like = [last.q, last.u, last.error, last.drift]

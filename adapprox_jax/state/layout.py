@@ -11,7 +11,7 @@ from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.boxes import is_box, rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple, unzipped
 from adapprox_jax.params.matrix_view import MatrixView, view_shape
-from adapprox_jax.settings import RankRule, Storage, resolve_capacity
+from adapprox_jax.settings import Settings, resolve_capacity
 from adapprox_jax.sharding.axes import full_along
 
 
@@ -108,8 +108,7 @@ def init_state(
     params: Leaves,
     views: Sequence[MatrixView],
     key: jax.Array,
-    rule: RankRule,
-    storage: Storage,
+    settings: Settings,
 ) -> ScaleByAdapproxState:
     """The state before the first step.
 
@@ -117,12 +116,10 @@ def init_state(
       params: The parameters, or anything with their shapes and types.
       views: Which axes of each form a matrix.
       key: Data of the random key.
-      rule: The first rank and the width of the buffers.
-      storage: Which leaves are factored, and the type of the factors.
+      settings: Which leaves are factored, and how.
     """
     leaves = [
-        _init_leaf(leaf, view, rule, storage)
-        for leaf, view in zip(params.boxed, views, strict=True)
+        _init_leaf(leaf, view, settings) for leaf, view in zip(params.boxed, views, strict=True)
     ]
     q, u, *numbers, nu = unzipped(leaves, len(LeafState._fields))
     rank, error, drift = (
@@ -132,16 +129,16 @@ def init_state(
     return ScaleByAdapproxState(jnp.zeros([], jnp.int32), key, q, u, rank, error, drift, nu)
 
 
-def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -> LeafState:
+def _init_leaf(param: Any, view: MatrixView, settings: Settings) -> LeafState:
     """Zeros, sharded and boxed like the axes of the parameter that they follow.
 
     Factored where that is asked for and saves. No two are one array: states are donated.
     """
     leaf = unbox(param)
     dtype = wide_dtype(jax.dtypes.canonicalize_dtype(leaf.dtype))
-    factor_dtype = storage.factor_dtype or dtype
+    factor_dtype = settings.factor_dtype or dtype
     batch, rows, columns = view_shape(leaf.shape, view)
-    capacity = resolve_capacity(rule.max_rank, rows, columns)
+    capacity = resolve_capacity(settings.max_rank, rows, columns)
 
     def full(
         shape: tuple[int, ...], axes: Sequence[int | None], dtype: jax.typing.DTypeLike
@@ -152,7 +149,7 @@ def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -
         return full_along(leaf, view.batch, batch, value, dtype)
 
     saves = capacity > 0 and 0 not in batch
-    large = min(rows, columns) >= storage.min_dim_size_to_factor
+    large = min(rows, columns) >= settings.min_dim_size_to_factor
     if not (view.is_matrix and large and saves):
         return LeafState(nu=full(leaf.shape, range(len(leaf.shape)), dtype))
     (short, short_axes), (long, long_axes) = sorted(
@@ -163,7 +160,7 @@ def _init_leaf(param: Any, view: MatrixView, rule: RankRule, storage: Storage) -
     return LeafState(
         q=full((*batch, short, capacity), q_axes, factor_dtype),
         u=full((*batch, long, capacity), u_axes, factor_dtype),
-        rank=number(rule.first(capacity), jnp.int32),
+        rank=number(settings.first_rank(capacity), jnp.int32),
         error=number(0, jnp.float32),
         drift=number(0, jnp.float32),
     )

@@ -14,7 +14,6 @@ from adapprox_jax.argument_checks import (
     require_flag,
     require_integer,
 )
-from adapprox_jax.linalg.srsi import fit_columns
 from adapprox_jax.settings import require_max_rank, resolve_capacity
 from adapprox_jax.sharding.axes import on_host
 from adapprox_jax.state.layout import (
@@ -195,9 +194,10 @@ def _like(old: Any, value: np.ndarray) -> jax.Array:
 
 
 def _fit(x: Any, width: int) -> Any:
-    """`fit_columns` of an array, or of an abstract one."""
+    """An array, or an abstract one, with its last axis cut to a width, or with zeros added."""
     if x.shape[-1] == width:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((*x.shape[:-1], width), x.dtype, sharding=x.sharding)
-    return fit_columns(x, width)
+    missing = max(width - x.shape[-1], 0)
+    return jnp.pad(x[..., :width], [(0, 0)] * (x.ndim - 1) + [(0, missing)])

@@ -122,8 +122,7 @@ def each_alike(
 
     if not (trees and jax.sharding.get_abstract_mesh().empty):
         return list(map(function, trees))
-    results: list[Any] = on_platform(call, list(trees))
-    return results
+    return on_platform(call, list(trees))
 
 
 def stacked(trees: Sequence[Any]) -> Any:

@@ -17,7 +17,6 @@ class Approximation(NamedTuple):
     of_scale: Callable[[jax.Array], jax.Array]  # divisor of G -> divisor of the target
     # target, G, b2 -> the target of b2 V + (1 - b2) G^2
     average: Callable[[jax.Array, jax.Array, Any], jax.Array]
-    drift_decay: Callable[[Any], Any]  # b2 -> how a distance of targets shrinks over one average
     # Whether entries of the target are squares of gradients: to be divided by a scale that follows
     # the gradient, which is one more reading of it.
     is_square: bool
@@ -50,7 +49,6 @@ APPROXIMATIONS: dict[str, Approximation] = {
         root=jnp.sqrt,
         of_scale=jnp.square,
         average=average_of_moments,
-        drift_decay=_identity,
         is_square=True,
     ),
     "root": Approximation(
@@ -58,7 +56,6 @@ APPROXIMATIONS: dict[str, Approximation] = {
         root=_identity,
         of_scale=_identity,
         average=_average_of_roots,
-        drift_decay=jnp.sqrt,  # x -> sqrt(b2 x^2 + c) shrinks a distance by that at least
         is_square=False,
     ),
 }

@@ -15,7 +15,7 @@ import numpy as np
 from adapprox_jax.linalg.tiles import in_tiles, tile_count
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding
 from adapprox_jax.step.alike import SMALL
-from adapprox_jax.step.matrix import Matrix, Plan
+from adapprox_jax.step.matrix import Factors, Matrix, Plan
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after
 
@@ -133,12 +133,7 @@ def each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) ->
 
 
 def sweep(
-    function: Callable[..., Any],
-    plans: Sequence[Plan],
-    stacks: Sequence[Matrix],
-    *more: Any,
-    like_q: int = 0,
-    like_u: int = 0,
+    function: Callable[..., Any], plans: Sequence[Plan], stacks: Sequence[Matrix], *more: Any
 ) -> list[Any]:
     """`each` for a pass over matrices: a part of a stack or of a large matrix at once.
 
@@ -148,9 +143,7 @@ def sweep(
       function: A pass, as in `matrix`.
       plans: Of the leaves.
       stacks: Of each leaf.
-      more: What else the pass takes, for each leaf.
-      like_q: How many of these have rows as q has; they come first.
-      like_u: How many of the next have rows as u has.
+      more: What else the pass takes, for each leaf: `Factors` or one of the two, then the rest.
 
     Returns:
       As `each`.
@@ -161,7 +154,7 @@ def sweep(
             done = jax.tree.leaves(results[-1])[0]
             stack = stack._replace(q=begin_after(plan.platform, done, stack.q))
         tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)
-        tiled = function if tiles == 1 else _Tiled(function, tiles, like_q, like_u)
+        tiled = function if tiles == 1 else _Tiled(function, tiles)
         at_once = matrices_at_once(plan.platform, stack.grad.shape)
         results.append(_of_stack(plan, [stack, *rest], function=tiled, at_once=at_once))
     return results
@@ -172,20 +165,17 @@ class _Tiled(NamedTuple):
 
     function: Callable[..., Any]
     tiles: int
-    like_q: int
-    like_u: int
 
     def __call__(self, plan: Plan, matrix: Matrix, *more: Any) -> Any:
-        ends = self.like_q, self.like_q + self.like_u
-        qs, us = [matrix.q, *more[: ends[0]]], [matrix.u, *more[slice(*ends)]]
-        rest = more[ends[1] :]
+        factors, *rest = more or (Factors(None, None),)
+        qs, us = (matrix.q, factors.q), (matrix.u, factors.u)
         cut, whole = (qs, us) if plan.axis == 0 else (us, qs)
 
         def of_tile(cut: Any, whole: Any) -> Any:
             grad, of_rows = cut
-            qs, us = (of_rows, whole) if plan.axis == 0 else (whole, of_rows)
-            tile = Matrix(grad, qs[0], us[0], matrix.scale, matrix.entries)
-            return self.function(plan, tile, *qs[1:], *us[1:], *rest)
+            (q, other_q), (u, other_u) = (of_rows, whole) if plan.axis == 0 else (whole, of_rows)
+            tile = Matrix(grad, q, u, matrix.scale, matrix.entries)
+            return self.function(plan, tile, Factors(other_q, other_u), *rest)
 
         return in_tiles(of_tile, self.tiles, (matrix.grad, cut), whole)
 

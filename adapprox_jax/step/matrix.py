@@ -9,10 +9,11 @@ some rows of the gradient gives these rows of the result, or a term of it.
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from adapprox_jax.argument_checks import is_zero
 from adapprox_jax.linalg.products import (
@@ -24,22 +25,24 @@ from adapprox_jax.linalg.products import (
     outer_by_rows,
 )
 from adapprox_jax.linalg.quantization import in_blocks
-from adapprox_jax.linalg.random_start import warm_start
-from adapprox_jax.linalg.rounding import rounded, wide_dtype
-from adapprox_jax.linalg.srsi import fit_columns, mask_columns, power_of_two_below
+from adapprox_jax.linalg.rounding import round_stochastically, wide_dtype
+from adapprox_jax.linalg.srsi import power_of_two_below
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.approximation import Approximation, average_of_moments
+from adapprox_jax.step.approximation import APPROXIMATIONS, Approximation, average_of_moments
 from adapprox_jax.step.platform import Platform
 from adapprox_jax.step.rank_choice import choose_rank
 from adapprox_jax.step.scalars import StepScalars
+
+_TRACE = 1e-3  # of a random column in a start, times the largest entry of the last one
+_ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["scalars"],
-    meta_fields=["settings", "platform", "axis", "batch", "shorter_side", "capacity"],
+    meta_fields=["settings", "platform", "axis", "batch", "width", "capacity"],
 )
 @dataclasses.dataclass(frozen=True)
 class Plan:
@@ -50,18 +53,13 @@ class Plan:
     platform: Platform
     axis: int  # of the gradient of a matrix, along which q stands
     batch: int  # matrices of the leaf
-    shorter_side: int
+    width: int  # columns that are worked on: those of the buffers, and p more
     capacity: int  # columns of the buffers
 
     @property
     def approximation(self) -> Approximation:
         """What the factors stand for."""
-        return self.settings.approximation
-
-    @property
-    def width(self) -> int:
-        """Columns that are worked on: those of the buffers, and p more."""
-        return self.settings.subspace.width(self.capacity, self.shorter_side)
+        return APPROXIMATIONS[self.settings.approximate]
 
 
 class Matrix(NamedTuple):
@@ -76,34 +74,10 @@ class Matrix(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """q u^T, divided by the target's scale."""
+    """q u^T, divided by the target's scale. A pass may need one of them alone."""
 
-    q: jax.Array
-    u: jax.Array
-
-
-class Choice(NamedTuple):
-    """Which columns of some factors are kept."""
-
-    turn: jax.Array | None  # puts the best columns first
-    rank: jax.Array  # how many stay then
-
-
-class ErrorTerms(NamedTuple):
-    """What the errors of a matrix are made of, all scalars."""
-
-    residual: jax.Array  # ||A - q u^T||^2 in squared units
-    norm: jax.Array  # ||q u^T|| in units
-    unit: jax.Array
-    last_drift: jax.Array
-    decay: jax.Array  # of the drift
-
-
-class Errors(NamedTuple):
-    """What is known of the new factors, all scalars."""
-
-    error: jax.Array  # xi
-    drift: jax.Array
+    q: Any
+    u: Any
 
 
 def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
@@ -124,13 +98,26 @@ def scale_of(plan: Plan, grad: jax.Array, largest_u: jax.Array) -> jax.Array:
 def start_of(plan: Plan, u: jax.Array, largest: jax.Array) -> jax.Array:
     """The start of the subspace iteration, (n, width): the last u, and random columns.
 
-    The largest are the numbers of largest magnitude in the columns of u.
+    Columns of u that are zero or rounding beside the largest stand for no direction. There the
+    start is random. The others may be linearly dependent, which leaves out what is new. So each of
+    them gets a trace of its random column.
+
+    Args:
+      plan: Of the leaf.
+      u: (n, capacity).
+      largest: The number of largest magnitude in each column of u, (capacity,), with its sign. So
+        the trace changes its sign with its column.
     """
     start = plan.scalars.draws[: plan.width, : u.shape[0]].T.astype(largest.dtype)
-    if plan.settings.subspace.warm_start:
-        scale = power_of_two_below(jnp.max(jnp.abs(largest)))
-        start = warm_start(start, u, largest, 1 / scale)
-    return start
+    if not plan.settings.warm_start:
+        return start
+    inverse_scale = 1 / power_of_two_below(jnp.max(jnp.abs(largest)))  # A u must not be too large
+    of_units = (largest * inverse_scale)[None]
+    stands = jnp.abs(of_units) > _ROUNDING * float(np.finfo(start.dtype).eps)
+    random = start[:, : plan.capacity]
+    traced = u.astype(start.dtype) * inverse_scale + _TRACE * of_units * random
+    first = jnp.where(stands, traced, random)
+    return jnp.concatenate([first, start[:, plan.capacity :]], axis=1)
 
 
 def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Array:
@@ -170,19 +157,19 @@ def gradient_of(matrix: Matrix) -> jax.Array:
     return matrix.grad.astype(matrix.scale.dtype) * (1 / matrix.scale)
 
 
-def image_of(plan: Plan, matrix: Matrix, start: jax.Array) -> jax.Array:
-    """A times the start, in parts (parts, m, width) that are still to be added."""
+def image_of(plan: Plan, matrix: Matrix, start: Factors) -> jax.Array:
+    """A times the u of the start, in parts (parts, m, width) that are still to be added."""
     # Several matrices keep all cores busy without more parts.
     most = plan.platform.most_parts if plan.batch == 1 else 1
-    return contract_in_parts(target_of(plan, matrix), start, 1 - plan.axis, most)
+    return contract_in_parts(target_of(plan, matrix), start.u, 1 - plan.axis, most)
 
 
-def project(plan: Plan, matrix: Matrix, q: jax.Array) -> jax.Array:
+def project(plan: Plan, matrix: Matrix, basis: Factors) -> jax.Array:
     """The other factor, u = A^T q."""
-    return contract(target_of(plan, matrix), q, plan.axis)
+    return contract(target_of(plan, matrix), basis.q, plan.axis)
 
 
-def quotient_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Array:
+def quotient_of(plan: Plan, matrix: Matrix, *_: Any, read_once: bool = False) -> jax.Array:
     """The gradient over the root of V, in its type."""
     target = target_of(plan, matrix, read_once=read_once)
     if matrix.entries is not None:  # added zeros would be 0 / 0 without eps
@@ -223,11 +210,9 @@ def turned(columns: jax.Array, turn: jax.Array) -> jax.Array:
     return matmul(columns, turn.T)
 
 
-def residuals_of(
-    plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
-) -> jax.Array:
+def residuals_of(plan: Plan, matrix: Matrix, factors: Factors, unit: jax.Array) -> jax.Array:
     """What adds up to ||A - q u^T||^2 in squared units."""
-    difference = target_of(plan, matrix, read_once=True) - product_of(plan, Factors(q, u))
+    difference = target_of(plan, matrix, read_once=True) - product_of(plan, factors)
     units = difference / unit
     if plan.platform.sums_in_blocks and plan.batch == 1:
         return jnp.sum(jnp.square(in_blocks(units, 0)), axis=1)
@@ -235,22 +220,22 @@ def residuals_of(
 
 
 def residuals_and_squares(
-    plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
+    plan: Plan, matrix: Matrix, factors: Factors, unit: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """`residuals_of`, and the sum of the squares of the quotient, in one pass."""
     # Of equal products XLA makes one array. This one gives the same numbers as that of the last
     # pass, and is fused here, and that one there.
     matrix = matrix._replace(q=2 * matrix.q, u=matrix.u / 2)
     quotient = quotient_of(plan, matrix, read_once=True)
-    return residuals_of(plan, matrix, q, u, unit), sum_of_squares(plan, quotient)
+    return residuals_of(plan, matrix, factors, unit), sum_of_squares(plan, quotient)
 
 
 def residuals_and_quotient(
-    plan: Plan, matrix: Matrix, q: jax.Array, u: jax.Array, unit: jax.Array
+    plan: Plan, matrix: Matrix, factors: Factors, unit: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The same and the quotient, in one pass, the last one: it may overwrite the gradient."""
     quotient = quotient_of(plan, matrix)
-    residuals = residuals_of(plan, matrix, q, u, unit)
+    residuals = residuals_of(plan, matrix, factors, unit)
     return residuals, sum_of_squares(plan, quotient), quotient
 
 
@@ -275,19 +260,20 @@ def rank_of(plan: Plan, factors: Factors, unit: jax.Array, residual: jax.Array) 
     """The first rank that will do, from what all columns leave out."""
     energies = jnp.sum(jnp.square(factors.u / unit), axis=0)
     threshold = plan.scalars.error_threshold
-    return choose_rank(energies, residual, plan.capacity, threshold, plan.settings.rank)
+    return choose_rank(energies, residual, plan.capacity, threshold, plan.settings)
 
 
 def kept_columns(plan: Plan, last: LeafState, factors: Factors, rank: jax.Array) -> Factors:
     """The first columns, rounded as the state keeps them, in the type that is worked in."""
-    q, u = (fit_columns(x, plan.capacity) for x in factors)
-    if not plan.settings.rank.is_fixed:
-        q, u = mask_columns(q, rank), mask_columns(u, rank)
-    bits: tuple[jax.Array | None, jax.Array | None] = None, None
+    q, u = (x[:, : plan.capacity] for x in factors)
+    if not plan.settings.is_fixed:
+        is_kept = jnp.arange(plan.capacity) < rank
+        q, u = jnp.where(is_kept, q, 0), jnp.where(is_kept, u, 0)
+    kept_q, kept_u = q.astype(last.q.dtype), u.astype(last.u.dtype)
     if plan.scalars.rounding is not None and last.q.dtype == jnp.bfloat16:
         of_q, of_u = plan.scalars.rounding
-        bits = of_q[: q.shape[0], : q.shape[1]], of_u[: u.shape[0], : u.shape[1]]
-    kept_q, kept_u = rounded(q, last.q.dtype, bits[0]), rounded(u, last.u.dtype, bits[1])
+        kept_q = round_stochastically(q, of_q[: q.shape[0], : plan.capacity])
+        kept_u = round_stochastically(u, of_u[: u.shape[0], : plan.capacity])
     return Factors(kept_q.astype(q.dtype), kept_u.astype(u.dtype))
 
 
@@ -296,16 +282,17 @@ def error_terms(
     last: LeafState,
     scale: jax.Array,
     residual: jax.Array,
-    norm: jax.Array,
+    energy: jax.Array,
     unit: jax.Array,
-) -> ErrorTerms:
-    """Collects what `errors_of` needs."""
+) -> tuple[jax.Array, ...]:
+    """What `errors_of` needs: ||A - q u^T||^2 and ||q u^T||^2 in squared units, and the rest."""
     unit = unit * plan.approximation.of_scale(scale)
-    decay = jnp.asarray(plan.approximation.drift_decay(plan.scalars.b2), last.drift.dtype)
-    return ErrorTerms(residual, norm, unit, last.drift, decay)
+    # x -> b2 x + c shrinks a distance by b2, and x -> sqrt(b2 x^2 + c) by its root at least.
+    decay = jnp.asarray(plan.approximation.of_moment(plan.scalars.b2), last.drift.dtype)
+    return residual, energy, unit, last.drift, decay
 
 
-def errors_of(terms: ErrorTerms) -> Errors:
+def errors_of(terms: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """The paper's xi and the drift, an estimate of the distance from the exact target.
 
     With D that distance in the Frobenius norm, D_t <= decay D_(t-1) + ||A - q u^T||, up to
@@ -313,12 +300,13 @@ def errors_of(terms: ErrorTerms) -> Errors:
     and the factorization adds its own. ||A - q u^T|| follows from xi and ||q u^T||, since q u^T and
     A - q u^T are orthogonal.
     """
-    norm_squared = terms.residual + jnp.square(terms.norm)
-    error = jnp.sqrt(terms.residual / jnp.where(norm_squared == 0, 1, norm_squared))
-    error = error.astype(terms.last_drift.dtype)
-    norm = (terms.unit * terms.norm).astype(terms.last_drift.dtype)
+    residual, energy, unit, last_drift, decay = terms
+    norm_squared = residual + energy
+    error = jnp.sqrt(residual / jnp.where(norm_squared == 0, 1, norm_squared))
+    error = error.astype(last_drift.dtype)
+    norm = (unit * jnp.sqrt(energy)).astype(last_drift.dtype)
     left_out = error * norm / jnp.sqrt(jnp.maximum(1 - jnp.square(error), 1e-6))
-    return Errors(error, terms.last_drift * terms.decay + left_out)
+    return error, last_drift * decay + left_out
 
 
 def new_state(
@@ -327,7 +315,7 @@ def new_state(
     scale: jax.Array,
     factors: Factors,
     rank: jax.Array,
-    errors: Errors,
+    errors: tuple[jax.Array, jax.Array],
 ) -> LeafState:
     """The state that keeps new factors, or the last one where a number was out of range.
 
@@ -335,8 +323,8 @@ def new_state(
     cannot take their memory, and would have to be copied there.
     """
     u = within_range(factors.u * plan.approximation.of_scale(scale), last.u.dtype)
-    new = LeafState(factors.q, u, rank, errors.error, errors.drift)
-    is_finite = jnp.isfinite(errors.error) & jnp.isfinite(errors.drift)
+    new = LeafState(factors.q, u, rank, *errors)
+    is_finite = jnp.isfinite(new.error) & jnp.isfinite(new.drift)
     return jax.tree.map(lambda x, old: jnp.where(is_finite, x.astype(old.dtype), old), new, last)
 
 

@@ -35,7 +35,6 @@ from adapprox_jax.step.batching import (
     together,
 )
 from adapprox_jax.step.matrix import (
-    Choice,
     Factors,
     Matrix,
     Plan,
@@ -91,47 +90,38 @@ def step_stacks(
     """
     if not plans:
         return []
-    subspace, rule = plans[0].settings.subspace, plans[0].settings.rank
-    platform = plans[0].platform
-    rounds = subspace.rounds
-
-    def bases_and_units(images: Sequence[jax.Array]) -> Any:
-        grouping = grouping_of(images, have_sides=True)
-        joined = [
-            [parts.sum(axis=1) for parts in of_one_type] for of_one_type in join(images, grouping)
-        ]
-        unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
-        orthonormalize = partial(
-            ORTHONORMALIZE[subspace.orthogonalization], rounds=rounds, unroll=unroll
-        )
-        bases = part(list(map(orthonormalize, joined)), grouping)
-        # A unit is known this early, so that no residual waits for another leaf's u.
-        units = part([list(map(_units, added)) for added in joined], grouping)
-        return bases, units
-
+    settings, platform = plans[0].settings, plans[0].platform
+    rounds = settings.rounds
+    unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
+    orthonormalize = partial(
+        ORTHONORMALIZE[settings.orthogonalization], rounds=rounds, unroll=unroll
+    )
     largest = _largest_in_columns([last.u for last in lasts], grads)
     scales = each(scale_of, plans, grads, [jnp.max(jnp.abs(x), axis=1) for x in largest])
     stacks = [
         Matrix(grad, last.q, last.u, scale, count)
         for grad, last, scale, count in zip(grads, lasts, scales, entries, strict=True)
     ]
-    if platform.keeps_targets:
-        stacks = [_with_target(plan, stack) for plan, stack in zip(plans, stacks, strict=True)]
-    starts = each(start_of, plans, [last.u for last in lasts], largest)
-    images = sweep(image_of, plans, stacks, starts, like_u=1)
-    bases, units = bases_and_units(images)
-    for _ in range(1, subspace.power_iterations):
+    most = platform.largest_whole or 0
+    if platform.keeps_targets and all(x.grad.size <= most for x in stacks):
+        targets = each(target_of, plans, stacks)
+        stacks = [x._replace(target=target) for x, target in zip(stacks, targets, strict=True)]
+    us = each(start_of, plans, [last.u for last in lasts], largest)
+    for iteration in range(settings.power_iterations):
+        starts = [jax.vmap(normalize)(u)[0] for u in us] if iteration else us
+        images = sweep(image_of, plans, stacks, [Factors(None, u) for u in starts])
+        grouping = grouping_of(images, have_sides=True)
+        joined = [[x.sum(axis=1) for x in of_one_type] for of_one_type in join(images, grouping)]
+        # A unit is known this early, so that no residual waits for another leaf's u.
+        units = part([list(map(_units, added)) for added in joined], grouping)
+        bases = part(list(map(orthonormalize, joined)), grouping)
         stacks, bases = _made_anew(plans, stacks, bases)
-        us = sweep(project, plans, stacks, bases, like_q=1)
-        starts = [jax.vmap(normalize)(u)[0] for u in us]
-        bases, units = bases_and_units(sweep(image_of, plans, stacks, starts, like_u=1))
-    stacks, bases = _made_anew(plans, stacks, bases)
-    us = sweep(project, plans, stacks, bases, like_q=1)
+        us = sweep(project, plans, stacks, [Factors(q, None) for q in bases])
     factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
     found = Found(plans, stacks, lasts, factors, units)
-    choices = _choose_fixed(found) if rule.is_fixed else _choose_adaptive(found, chooses)
-    ranks = [choice.rank for choice in choices]
-    kept = each(kept_columns, plans, lasts, _turned(factors, choices), ranks)
+    chosen = _choose_fixed(found) if settings.is_fixed else _choose_adaptive(found, chooses)
+    turns, ranks = zip(*chosen, strict=True)
+    kept = each(kept_columns, plans, lasts, _turned(factors, turns), ranks)
     residuals: Sequence[jax.Array]
     squares: Sequence[jax.Array] = ()
     quotients: Sequence[jax.Array] = ()
@@ -142,8 +132,9 @@ def step_stacks(
         residuals, squares = zip(*_compared(residuals_and_squares, found, kept), strict=True)
     else:
         residuals = _compared(residuals_of, found, kept)
-    norms = _norms(kept, units)
-    terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), norms, units)
+    pairs = zip(kept, units, strict=True)
+    energies = sums_of([jnp.square(u / unit[:, None, None]) for (_, u), unit in pairs])
+    terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), energies, units)
     errors = together(errors_of, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     quotients = quotients or sweep(partial(quotient_of, read_once=True), plans, stacks)
@@ -153,8 +144,8 @@ def step_stacks(
     return list(zip(updates, states, squares, strict=True))
 
 
-def _choose_fixed(found: Found) -> list[Choice]:
-    """All columns of a fixed rank: of more than those the best."""
+def _choose_fixed(found: Found) -> list[Any]:
+    """Turns and ranks of a fixed rank: all columns, of more than those the best."""
     turns: Sequence[jax.Array | None] = [None] * len(found.plans)
     if any(plan.width > plan.capacity for plan in found.plans):
         turns = _turns(found)
@@ -163,30 +154,30 @@ def _choose_fixed(found: Found) -> list[Choice]:
         jnp.maximum(last.rank, plan.capacity)
         for plan, last in zip(found.plans, found.lasts, strict=True)
     ]
-    return list(map(Choice, turns, ranks))
+    return list(zip(turns, ranks, strict=True))
 
 
-def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Choice]:
+def _choose_adaptive(found: Found, chooses: jax.Array) -> list[Any]:
     """Algorithm 2 at steps that choose ranks; else the ranks in use, without a turn.
 
     In one branch for all leaves. No factors pass out of it, because each array that leaves a branch
     is copied, and what passes is put together.
     """
-    rotates = found.plans[0].settings.subspace.rotate
+    rotates = found.plans[0].settings.rotate
     no_turns = [
         jnp.zeros_like(u[:, :1, :1]) + jnp.eye(u.shape[2], dtype=u.dtype)[None] if rotates else None
         for _, u in found.factors
     ]
     last_ranks = [last.rank for last in found.lasts]
-    stay = list(map(Choice, no_turns, last_ranks))
+    stay = list(zip(no_turns, last_ranks, strict=True))
     grouping = grouping_of(stay)
 
-    def choose() -> list[list[Choice]]:
+    def choose() -> list[list[Any]]:
         residuals = _finite_sums(_compared(residuals_of, found, found.factors))
         turns = _turns(found) if rotates else no_turns
-        factors = _turned(found.factors, list(map(Choice, turns, last_ranks)))
+        factors = _turned(found.factors, turns)
         ranks = each(rank_of, found.plans, factors, found.units, residuals)
-        return join(list(map(Choice, turns, ranks)), grouping)
+        return join(list(zip(turns, ranks, strict=True)), grouping)
 
     return part(jax.lax.cond(chooses, choose, lambda: join(stay, grouping)), grouping)
 
@@ -199,9 +190,7 @@ def _finite_sums(residuals: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _compared(function: Callable[..., Any], found: Found, factors: Sequence[Factors]) -> list[Any]:
     """A pass over all matrices that compares them with some factors."""
-    qs, us = zip(*factors, strict=True)
-    of_matrices = found.plans, found.stacks
-    return sweep(function, *of_matrices, qs, us, found.units, like_q=1, like_u=1)
+    return sweep(function, found.plans, found.stacks, factors, found.units)
 
 
 def _turns(found: Found) -> list[jax.Array]:
@@ -211,23 +200,13 @@ def _turns(found: Found) -> list[jax.Array]:
     return together(principal_turn, grams)
 
 
-def _turned(factors: Sequence[Factors], choices: Sequence[Choice]) -> list[Factors]:
+def _turned(factors: Sequence[Factors], turns: Sequence[jax.Array | None]) -> list[Factors]:
     """Factors after their turns, if there are any."""
-    results = list(factors)
-    turns = {i: choice.turn for i, choice in enumerate(choices) if choice.turn is not None}
-    pairs = [(x, turn) for i, turn in turns.items() for x in factors[i]]
+    if turns[0] is None:
+        return list(factors)
+    pairs = [(x, turn) for of_leaf, turn in zip(factors, turns, strict=True) for x in of_leaf]
     in_order = together(lambda pair: jax.vmap(turned)(*pair), pairs, have_sides=True)
-    for i, q, u in zip(turns, in_order[::2], in_order[1::2], strict=True):
-        results[i] = Factors(q, u)
-    return results
-
-
-def _norms(factors: Sequence[Factors], units: Sequence[jax.Array]) -> list[jax.Array]:
-    """||q u^T|| of each matrix, divided by its unit."""
-    squares = [
-        jnp.square(u / unit[:, None, None]) for (_, u), unit in zip(factors, units, strict=True)
-    ]
-    return [jnp.sqrt(x) for x in sums_of(squares)]
+    return list(map(Factors, in_order[::2], in_order[1::2]))
 
 
 def _units(images: jax.Array) -> jax.Array:
@@ -249,15 +228,6 @@ def _largest_in_columns(arrays: Sequence[jax.Array], grads: Sequence[jax.Array])
         return jnp.where(up >= down, up, -down)
 
     return together(largest, wide, have_sides=True)
-
-
-def _with_target(plan: Plan, stack: Matrix) -> Matrix:
-    """A stack with its target in memory, unless that is large."""
-    largest = plan.platform.largest_whole
-    if largest is not None and stack.grad.size > largest:
-        return stack
-    [target] = each(target_of, [plan], [stack])
-    return stack._replace(target=target)
 
 
 def _made_anew(

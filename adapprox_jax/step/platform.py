@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -104,19 +105,10 @@ def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
     Returns:
       What the function returns.
     """
-
-    def on_cpu(*operands: Any) -> Any:
-        return function(CPU, *operands)
-
-    def on_tpu(*operands: Any) -> Any:
-        return function(TPU, *operands)
-
-    def on_others(*operands: Any) -> Any:
-        return function(GPU, *operands)
-
+    records = {"cpu": CPU, "tpu": TPU, "default": GPU}
     arrays = jax.tree.leaves(operands)
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        return jax.lax.platform_dependent(*operands, cpu=on_cpu, tpu=on_tpu, default=on_others)
+        branches = {name: partial(function, record) for name, record in records.items()}
+        return jax.lax.platform_dependent(*operands, **branches)
     platforms = {d.platform for x in arrays if isinstance(x, jax.Array) for d in x.devices()}
-    known = {"cpu": on_cpu, "tpu": on_tpu}
-    return known.get(max(platforms, default="cpu"), on_others)(*operands)
+    return function(records.get(max(platforms, default="cpu"), GPU), *operands)

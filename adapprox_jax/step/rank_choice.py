@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from adapprox_jax.argument_checks import require_scalar
 from adapprox_jax.linalg.srsi import tail_error
-from adapprox_jax.settings import RankRule
+from adapprox_jax.settings import Settings
 
 
 def choose_rank(
@@ -13,7 +13,7 @@ def choose_rank(
     residual: jax.Array,
     capacity: int,
     error_threshold: jax.typing.ArrayLike,
-    rule: RankRule,
+    settings: Settings,
 ) -> jax.Array:
     """Algorithm 2's loop: the first rank that will do, without a loop.
 
@@ -26,7 +26,7 @@ def choose_rank(
       residual: ||A - q u^T||^2 of all columns.
       capacity: The largest rank.
       error_threshold: xi_thresh: the rank grows while the error is above it. NaN: to the largest.
-      rule: First rank and growth.
+      settings: With the first rank and the growth.
 
     Returns:
       An int32 scalar of at most `capacity`.
@@ -40,7 +40,7 @@ def choose_rank(
     def next_rank(rank: jax.Array) -> jax.Array:
         error = tail_error(energies, residual, jnp.maximum(rank, 1))
         above = (error > error_threshold) | jnp.isnan(error_threshold)
-        given = rule.growth(error)
+        given = settings.rank_growth(error)
         require_scalar("rank_growth", given)
         growth = jnp.asarray(given)
         growth = jnp.where(growth >= 1, jnp.minimum(growth, capacity), 1)  # 1 also where it is NaN
@@ -50,4 +50,4 @@ def choose_rank(
     table = jax.vmap(next_rank)(jnp.arange(capacity + 1, dtype=jnp.int32))
     for _ in range(capacity.bit_length()):
         table = table[table]
-    return table[rule.first(capacity)]
+    return table[settings.first_rank(capacity)]

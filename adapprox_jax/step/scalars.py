@@ -31,14 +31,9 @@ class StepScalars:
 
     def in_type(self, dtype: jax.typing.DTypeLike) -> "StepScalars":
         """The same with hyperparameters that are arrays in the type that is worked in."""
-        names = ("b2", "eps", "eps_root", "correction", "error_threshold", "clipping_threshold")
-        arrays = {name: x for name in names if isinstance(x := getattr(self, name), jax.Array)}
-        changes: Any = {name: x.astype(dtype) for name, x in arrays.items()}
-        return self.replaced(**changes)
-
-    def replaced(self, **changes: Any) -> "StepScalars":
-        """The same with other values of some fields."""
-        return dataclasses.replace(self, **changes)
+        arrays, known = self.tree_flatten()
+        wide = [x if x is None else x.astype(dtype) for x in arrays[3:]]
+        return self.tree_unflatten(known, [*arrays[:3], *wide])
 
     def tree_flatten(self) -> tuple[list[Any], tuple[float | None, ...]]:
         """Arrays, with None for the numbers, and the numbers, with None for the arrays."""

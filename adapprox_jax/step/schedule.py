@@ -5,6 +5,7 @@ On accelerators, and wherever a mesh divides the leaves, all go through the phas
 small decompositions are then one, and so are the sums over devices.
 """
 
+import dataclasses
 import math
 from collections.abc import Hashable, Sequence
 from functools import partial
@@ -63,8 +64,7 @@ def step_leaves(
             return _leaf_after_leaf(*operands, **static)
         return [(scaled, new) for scaled, new, _ in _together(*operands, **static)]
 
-    results: Stepped = on_platform(step, scalars, list(grads), list(states))
-    return results
+    return on_platform(step, scalars, list(grads), list(states))
 
 
 def _leaf_after_leaf(
@@ -77,7 +77,7 @@ def _leaf_after_leaf(
 ) -> Stepped:
     """One step for one leaf after the other, so that the intermediates of few are in memory."""
     results: dict[int, tuple[jax.Array, LeafState]] = {}
-    scalars = scalars.replaced(draws=materialize(scalars.draws))
+    scalars = dataclasses.replace(scalars, draws=materialize(scalars.draws))
     # The first leaf waits for its gradient, or XLA would work on its state long before.
     done, last_error = None, jnp.zeros((), jnp.float32)
     kinds = [
@@ -117,7 +117,7 @@ def _kind_of(
     """What leaves that go together have in common, besides nearly equal shapes."""
     _, rows, columns = view_shape(grad.shape, view)
     capacity = state.q.shape[-1]
-    width = settings.subspace.width(capacity, min(rows, columns))
+    width = settings.width(capacity, min(rows, columns))
     # Zeros along an axis are whole rows or columns only where the leaf itself is the matrix.
     return view, capacity, width, rows <= columns, () if grad.ndim == 2 else grad.shape
 
@@ -142,19 +142,31 @@ def _together(
         scalars: StepScalars, grads: Sequence[jax.Array], states: Sequence[LeafState]
     ) -> _WithSquares:
         # Not of one leaf, which may vary over devices where others do not.
-        chooses = settings.rank.chooses_at(scalars.step)
+        chooses = settings.chooses_at(scalars.step)
         plans, stacks, lasts = [], [], []
         for given, of_leaf, view in zip(grads, states, of_matrices, strict=True):
             own, grad, state = varying_alike((scalars, given, of_leaf))
-            plans.append(_plan_of(own, grad, of_leaf, view, platform, settings))
-            flat = partial(_flattened, depth=len(view.batch), batch=plans[-1].batch)
-            stacks.append(flat(to_matrices(grad, view)))
+            batch, rows, columns = view_shape(grad.shape, view)
+            capacity = state.q.shape[-1]
+            plan = Plan(
+                own.in_type(wide_dtype(grad.dtype)),
+                settings,
+                platform,
+                axis=0 if rows <= columns else 1,
+                batch=math.prod(batch),
+                width=settings.width(capacity, min(rows, columns)),
+                capacity=capacity,
+            )
+            plans.append(plan)
+            stacks.append(to_matrices(grad, view))
+            flat = partial(_flattened, depth=len(batch), batch=plan.batch)
             lasts.append(jax.tree.map(flat, state))
         results: _WithSquares = []
         stepped = step_stacks(plans, stacks, lasts, entries or [None] * len(plans), chooses)
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
+            scaled, *rest = result
             batch = state.rank.shape
-            scaled, *rest = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), result)
+            rest = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), rest)
             results.append((from_matrices(scaled, view, grad.shape), *rest))
         return results
 
@@ -166,26 +178,6 @@ def _together(
         if i not in results:
             results[i] = *step_dense(scalars, grad, state), None
     return [results[i] for i in range(len(grads))]
-
-
-def _plan_of(
-    scalars: StepScalars,
-    grad: jax.Array,
-    state: LeafState,
-    view: MatrixView,
-    platform: Platform,
-    settings: Settings,
-) -> Plan:
-    batch, rows, columns = view_shape(grad.shape, view)
-    return Plan(
-        scalars.in_type(wide_dtype(grad.dtype)),
-        settings,
-        platform,
-        axis=0 if rows <= columns else 1,
-        batch=math.prod(batch),
-        shorter_side=min(rows, columns),
-        capacity=state.q.shape[-1],
-    )
 
 
 def _flattened(array: jax.Array, depth: int, batch: int) -> jax.Array:

@@ -44,8 +44,7 @@ def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
 
     if devices_in_use() > 1:
         return array
-    waits: jax.Array = on_platform(wait, update, array)
-    return waits
+    return on_platform(wait, update, array)
 
 
 def materialize(array: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ from adapprox_jax.argument_checks import (
     require_flag,
     require_or_schedule,
 )
+from adapprox_jax.linalg.newton_schulz import of_norm_one
 from adapprox_jax.linalg.quantization import (
     BLOCK,
     bits_of,
@@ -360,18 +361,9 @@ def guidance_scale(
       The factor, with axes of size 1 where a matrix lies. 1 where update or average is zero.
     """
     update = update.astype(average.dtype)
-
-    def unit(x: jax.Array) -> jax.Array:
-        # Largest entry first: the squares of small updates vanish in float32.
-        x = x / _nonzero(jnp.max(jnp.abs(x), axis=axes, keepdims=True, initial=0))
-        return x / _nonzero(jnp.sqrt(jnp.sum(x**2, axis=axes, keepdims=True)))
-
-    cosine = jnp.sum(unit(update) * unit(average), axis=axes, keepdims=True)
+    product = of_norm_one(update, axes) * of_norm_one(average, axes)
+    cosine = jnp.sum(product, axis=axes, keepdims=True)
     # The bound also covers cosines that rounding takes past 1.
     scale = 1 / jnp.maximum(1 - cosine + eps, 1 / max_scale)
     idle = ~jnp.any(update != 0, axis=axes, keepdims=True)
     return jnp.where(idle | ~jnp.any(average != 0, axis=axes, keepdims=True), 1, scale)
-
-
-def _nonzero(x: jax.Array) -> jax.Array:
-    return jnp.where(x == 0, 1, x)

@@ -46,8 +46,9 @@ def difference(new: jax.Array, old: jax.Array) -> jax.Array:
     return jnp.where(new == old, 0, new.astype(jnp.float32) - old.astype(jnp.float32))
 
 
-def check_half(leaves: Leaves, allowed: Sequence[np.dtype]) -> None:
-    """Raises ValueError unless all weights have one of the types that are allowed."""
+def weights_of(params: optax.Params, allowed: Sequence[np.dtype]) -> Leaves:
+    """The leaves of weights. Raises ValueError unless all have one of the types allowed."""
+    leaves = Leaves.of(params, "weight")
     for name, array in zip(leaves.names, leaves.arrays, strict=True):
         if array.dtype not in allowed:
             expected = " or ".join(dtype.name for dtype in allowed)
@@ -55,3 +56,4 @@ def check_half(leaves: Leaves, allowed: Sequence[np.dtype]) -> None:
                 f"{name}: the weight has type {array.dtype.name}; expected {expected}. Begin with"
                 " adapprox_jax.split or a cast, and add updates by optax.apply_updates."
             )
+    return leaves

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from adapprox_jax.argument_checks import require
+from adapprox_jax.argument_checks import POSITIVE, require
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
@@ -43,7 +43,7 @@ def clip_by_matrix_rms(
 
     Source: paper, Algorithm 3, the line with RMS(M_t) / d.
     """
-    require("threshold", threshold, lambda x: x > 0, "a number above 0")
+    require("threshold", threshold, *POSITIVE)
     check_dimension_numbers(weight_dimension_numbers)
 
     return _transformation(partial(_excess, threshold), weight_dimension_numbers)
@@ -86,7 +86,7 @@ def scale_to_matrix_rms(
 
     Source: the scale of AdaMuon (Si et al., 2025, 2507.11005), with which rates are AdamW's.
     """
-    require("target", target, lambda x: x > 0, "a number above 0")
+    require("target", target, *POSITIVE)
     check_dimension_numbers(weight_dimension_numbers)
 
     def divisor(mean_square: jax.Array) -> jax.Array:
@@ -114,28 +114,15 @@ def _divided(
     divisor: Callable[[jax.Array], jax.Array],
 ) -> list[jax.Array]:
     wide = [x.astype(wide_dtype(x.dtype)) for x in arrays]
-    return [
-        (x / divisor(mean_square)).astype(given.dtype)
-        for given, x, mean_square in zip(arrays, wide, _mean_squares(wide, axes), strict=True)
-    ]
-
-
-def _mean_squares(leaves: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]) -> list[jax.Array]:
-    """Means of squares over some axes, which are kept with size 1.
-
-    Of whole leaves together, so that a hundred vectors do not cost a hundred kernels.
-    """
-    whole = [i for i, x in enumerate(leaves) if x.size and len(axes[i]) == x.ndim]
-    sums = sums_of([jnp.square(leaves[i])[None] for i in whole])
-    of_whole = dict(zip(whole, sums, strict=True))
-    return [
-        (of_whole[i] / x.size).reshape((1,) * x.ndim)
-        if i in of_whole
-        else jnp.sum(jnp.square(x), axis=axes[i], keepdims=True) / _count(x.shape, axes[i])
-        for i, x in enumerate(leaves)
-    ]
-
-
-def _count(shape: tuple[int, ...], axes: tuple[int, ...]) -> int:
-    """How many numbers a sum over some axes has; 1 where there are none."""
-    return max(math.prod(shape[axis] for axis in axes), 1)
+    # Whole leaves together, so that a hundred vectors do not cost a hundred kernels.
+    whole = [i for i, x in enumerate(wide) if x.size and len(axes[i]) == x.ndim]
+    sums = dict(zip(whole, sums_of([jnp.square(wide[i])[None] for i in whole]), strict=True))
+    results = []
+    for i, x in enumerate(wide):
+        if i in sums:
+            total = sums[i].reshape((1,) * x.ndim)
+        else:
+            total = jnp.sum(jnp.square(x), axis=axes[i], keepdims=True)
+        mean_square = total / max(math.prod(x.shape[axis] for axis in axes[i]), 1)
+        results.append((x / divisor(mean_square)).astype(arrays[i].dtype))
+    return results

@@ -20,7 +20,7 @@ from adapprox_jax.sharding.axes import (
     using_mesh_of,
     with_automatic_axes,
 )
-from adapprox_jax.sharding.matrix_exchange import each_on_one_device, pools
+from adapprox_jax.sharding.matrix_exchange import by_kind, each_on_one_device
 from adapprox_jax.step.alike import MANY, cut, padded, places_within, unstacked
 from adapprox_jax.step.batching import grouping_of, together
 from adapprox_jax.step.platform import Platform, on_platform
@@ -83,21 +83,12 @@ def _of_leaves(
     """The directions of leaves; empty ones stay as they are."""
     results = list(leaves)
     full = [i for i, leaf in enumerate(leaves) if leaf.size]
-    stacks = [_stack(leaves[i], views[i]) for i in full]
+    stacks = [to_matrices(leaves[i], views[i]).astype(wide_dtype(leaves[i].dtype)) for i in full]
     parts = [views[i].parts_of_sides for i in full]
     directions = on_platform(partial(_of_stacks, [names[i] for i in full], parts, steps), stacks)
     for i, stack in zip(full, directions, strict=True):
-        matrices = jax.eval_shape(partial(to_matrices, view=views[i]), leaves[i])
-        found = from_matrices(stack.reshape(matrices.shape), views[i], leaves[i].shape)
-        results[i] = found.astype(leaves[i].dtype)
+        results[i] = from_matrices(stack, views[i], leaves[i].shape).astype(leaves[i].dtype)
     return results
-
-
-def _stack(leaf: jax.Array, view: MatrixView) -> jax.Array:
-    """A leaf as a stack of matrices (batch, m, n), float32 or wider."""
-    matrices = to_matrices(leaf, view)
-    flat = matrices.reshape(math.prod(matrices.shape[:-2]), *matrices.shape[-2:])
-    return flat.astype(wide_dtype(leaf.dtype))
 
 
 def _of_stacks(
@@ -114,8 +105,8 @@ def _of_stacks(
     if platform.leaf_after_leaf:
         # Zeros around a matrix stay zeros. Fused parts would be cut at other places.
         counts = map(len, stacks)
-        kinds = [None if max(of) > 1 else n for of, n in zip(parts, counts, strict=True)]
-        matrices = padded(stacks, kinds)
+        alike = [None if max(of) > 1 else n for of, n in zip(parts, counts, strict=True)]
+        matrices = padded(stacks, alike)
     groups = [group for kind in grouping_of(matrices).kinds for group in kind]
     places = places_within(groups, stacks) if platform.leaf_after_leaf else []
     fused_alike = [
@@ -126,7 +117,9 @@ def _of_stacks(
     for group, of in fused_alike:
         work = partial(_each_part, partial(_in_turn, steps, platform), of)
         on_mesh = is_compilers_mesh()
-        for some in pools(names, stacks, group) if on_mesh else _batches(platform, matrices, group):
+        kinds = by_kind(names, group) if on_mesh else [[i] for i in group]
+        room = devices_in_use() if on_mesh else _at_once(platform, matrices[group[0]].shape)
+        for some in _batches(stacks, kinds, room):
             # In the type of products here already: half of what is moved and put together.
             members = [
                 matrices[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some
@@ -173,17 +166,18 @@ def _at_once(platform: Platform, shape: Sequence[int]) -> int:
 
 
 def _batches(
-    platform: Platform, stacks: Sequence[jax.Array], group: Sequence[int]
+    stacks: Sequence[jax.Array], kinds: Sequence[Sequence[int]], most: int
 ) -> list[list[int]]:
-    """Stacks of one shape in batches that are worked on at once. A long one is alone."""
+    """Stacks of one shape, kind by kind, in batches of so many matrices. A long kind is alone."""
     batches: list[list[int]] = []
     room = 0
-    for i in group:
-        if len(stacks[i]) > room:
+    for kind in kinds:
+        size = sum(len(stacks[i]) for i in kind)
+        if size > room:
             batches.append([])
-            room = _at_once(platform, stacks[i].shape)
-        batches[-1].append(i)
-        room -= len(stacks[i])
+            room = most
+        batches[-1] += kind
+        room -= size
     return batches
 
 

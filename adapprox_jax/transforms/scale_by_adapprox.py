@@ -12,16 +12,12 @@ import optax
 
 from adapprox_jax.argument_checks import check_state
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
-from adapprox_jax.linalg.random_start import check_key, key_data, wrapped_key
+from adapprox_jax.linalg.random_keys import check_key, key_data, wrapped_key
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.schedules import RankGrowth
-from adapprox_jax.settings import (
-    Hyperparameters,
-    Settings,
-    Subspace,
-)
+from adapprox_jax.settings import Hyperparameters, Settings
 from adapprox_jax.sharding.axes import replicated, using_mesh_of
 from adapprox_jax.state.layout import (
     LeafState,
@@ -33,7 +29,6 @@ from adapprox_jax.state.layout import (
     with_leaf_states,
 )
 from adapprox_jax.step.approximation import Approximate
-from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.schedule import step_leaves
 from adapprox_jax.transforms.matrix_rms import clipped
 
@@ -137,7 +132,7 @@ def scale_with(
         views = views_of(weight_dimension_numbers, leaves)
         # A new array: states are donated.
         data = key_data(seed_or_data)
-        return init_state(leaves, views, data, settings.rank, settings.storage)
+        return init_state(leaves, views, data, settings)
 
     def update(
         updates: optax.Updates, state: ScaleByAdapproxState, params: optax.Params | None = None
@@ -153,8 +148,8 @@ def scale_with(
         count = optax.safe_increment(state.count)
         key = jax.random.fold_in(wrapped_key(state.key), count)
         with using_mesh_of(grads):
-            draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings.subspace))
-            scalars = StepScalars(count, draws, rounding, **hyperparameters.at(count))
+            draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings))
+            scalars = hyperparameters.at(count, draws, rounding)
             results = step_leaves(scalars, grads, lasts, views, settings)
         scaled = [x for x, _ in results]
         if hyperparameters.clipping_threshold is not None:
@@ -169,7 +164,7 @@ def scale_with(
 
 
 def _draw_for_all(
-    key: jax.Array, grads: Sequence[jax.Array], leaves: Sequence[LeafState], subspace: Subspace
+    key: jax.Array, grads: Sequence[jax.Array], leaves: Sequence[LeafState], settings: Settings
 ) -> tuple[jax.Array, jax.Array | None]:
     """The random numbers of a step, the same for all leaves.
 
@@ -178,7 +173,7 @@ def _draw_for_all(
     """
     factors = [(leaf.q, leaf.u) for leaf in leaves if leaf.is_factored]
     longest = max((u.shape[-2] for _, u in factors), default=1)
-    widths = (subspace.width(q.shape[-1], q.shape[-2]) for q, _ in factors)
+    widths = (settings.width(q.shape[-1], q.shape[-2]) for q, _ in factors)
     dtype = wide_dtype(*(grad.dtype for grad in grads))
     normals = jax.random.normal(key, (max(widths, default=1), longest), dtype)
     rounded = [q.shape[-1] for q, _ in factors if q.dtype == jnp.bfloat16]

@@ -21,7 +21,7 @@ from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import materialize
-from adapprox_jax.transforms.in_float32 import check_half, difference, stepped
+from adapprox_jax.transforms.in_float32 import difference, stepped, weights_of
 
 _Tree = TypeVar("_Tree")
 
@@ -99,8 +99,7 @@ def split_weights(
     inner = optax.with_extra_args_support(tx)
 
     def init(params: optax.Params) -> SplitWeightsState:
-        leaves = Leaves.of(params, "weight")
-        check_half(leaves, (half, np.dtype(np.float32)))
+        leaves = weights_of(params, (half, np.dtype(np.float32)))
         cut = [parts(array.astype(jnp.float32), half, kept) for array in leaves.arrays]
         weights = leaves.filled([joined(*pair) for pair in cut])
         remainders = leaves.filled([remainder for _, remainder in cut])
@@ -115,10 +114,9 @@ def split_weights(
         if params is None:
             raise ValueError("params is None; allowed: the weights, as split gives them.")
         check_state(state, SplitWeightsState, "split_weights")
-        leaves = Leaves.of(params, "weight")
+        leaves = weights_of(params, (half,))
         remainders = leaves.matching(state.remainder, "the weights")
         halves = leaves.arrays
-        check_half(leaves, (half,))
         for name, array, remainder in zip(leaves.names, halves, remainders.arrays, strict=True):
             if remainder.dtype != kept:
                 raise ValueError(

@@ -9,8 +9,7 @@ import optax
 
 from adapprox_jax.argument_checks import check_state, require_integer, require_transformation
 from adapprox_jax.linalg.rounding import random_words, round_stochastically
-from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.transforms.in_float32 import check_half, difference, stepped
+from adapprox_jax.transforms.in_float32 import difference, stepped, weights_of
 
 _BFLOAT16 = np.dtype(jnp.bfloat16)
 
@@ -67,15 +66,9 @@ def stochastic_rounding(
     inner = optax.with_extra_args_support(tx)
     spread = jnp.uint32(seed * 0x9E3779B1 % 2**32)  # seeds in a row must not share their noise
 
-    def float32_of(
-        params: optax.Params, allowed: tuple[np.dtype, ...]
-    ) -> tuple[Leaves, list[jax.Array]]:
-        leaves = Leaves.of(params, "weight")
-        check_half(leaves, allowed)
-        return leaves, [array.astype(jnp.float32) for array in leaves.arrays]
-
     def init(params: optax.Params) -> StochasticRoundingState:
-        leaves, weights = float32_of(params, (_BFLOAT16, np.dtype(np.float32)))
+        leaves = weights_of(params, (_BFLOAT16, np.dtype(np.float32)))
+        weights = [array.astype(jnp.float32) for array in leaves.arrays]
         return StochasticRoundingState(jnp.zeros([], jnp.int32), inner.init(leaves.filled(weights)))
 
     def update(
@@ -87,7 +80,8 @@ def stochastic_rounding(
         if params is None:
             raise ValueError("params is None; allowed: the weights, in bfloat16.")
         check_state(state, StochasticRoundingState, "stochastic_rounding")
-        leaves, weights = float32_of(params, (_BFLOAT16,))
+        leaves = weights_of(params, (_BFLOAT16,))
+        weights = [array.astype(jnp.float32) for array in leaves.arrays]
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
         first = state.step.astype(jnp.uint32) * jnp.uint32(len(new)) + spread
         steps = []

@@ -94,14 +94,12 @@ def decay_and_rate(
     cautious: bool,
 ) -> tuple[optax.GradientTransformation, optax.GradientTransformation]:
     """The end of an optimizer: decoupled weight decay and the learning rate."""
-    require_or_schedule("learning_rate", learning_rate, *FINITE)
-    require_or_schedule("weight_decay", weight_decay, *NOT_NEGATIVE)
-    require_flag("cautious_weight_decay", cautious)
     rate = _checked_schedule("learning_rate", learning_rate, FINITE)
+    schedule = _checked_schedule("weight_decay", weight_decay, NOT_NEGATIVE)
+    require_flag("cautious_weight_decay", cautious)
     if cautious:
         decay = add_cautious_weight_decay(weight_decay, mask)
     else:
-        schedule = _checked_schedule("weight_decay", weight_decay, NOT_NEGATIVE)
         decay = optax.add_decayed_weights(schedule, _checked_mask(mask))
     return decay, optax.scale_by_learning_rate(rate)
 
@@ -109,7 +107,8 @@ def decay_and_rate(
 def _checked_schedule(
     name: str, value: optax.ScalarOrSchedule, of: Range
 ) -> optax.ScalarOrSchedule:
-    """A schedule that raises ValueError where it gives something else than an allowed number."""
+    """A number or schedule, checked: ValueError now or where it gives no allowed number."""
+    require_or_schedule(name, value, *of)
     return (lambda step: at_step(name, value, step, *of)) if callable(value) else value
 
 

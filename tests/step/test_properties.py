@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import adapprox_jax
-from adapprox_jax.params.matrix_view import matrix_view, to_matrices
+from adapprox_jax.params.matrix_view import matrix_view, to_matrices, view_shape
 
 SETTINGS = [
     {},
@@ -59,7 +59,9 @@ def gradient(kind, shape, rng, first):
 
 def matrices(array, shape):
     """(..., m, n) with m at most n, in float64."""
-    found = np.asarray(to_matrices(np.asarray(array, np.float64), matrix_view(shape)))
+    view = matrix_view(shape)
+    stack = to_matrices(np.asarray(array, np.float64), view)
+    found = stack.reshape(view_shape(shape, view)[0] + stack.shape[1:])
     return found if found.shape[-2] <= found.shape[-1] else np.swapaxes(found, -1, -2)
 
 

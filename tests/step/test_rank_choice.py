@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from adapprox_jax.schedules import sigmoid_growth
-from adapprox_jax.settings import RankRule, Settings, Storage, Subspace, resolve_capacity
+from adapprox_jax.settings import Settings, resolve_capacity
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step import phases
 from adapprox_jax.step.matrix import Plan
@@ -45,14 +45,15 @@ def test_growth_arguments_are_checked():
             sigmoid_growth(**{name: value})
 
 
-RULE = RankRule(
+SETTINGS = Settings(
     initial_rank=1,
     max_rank=12,
-    rank_interval=10,
     rank_growth=lambda xi: jnp.asarray(1),
-)
-SUBSPACE = Subspace(
-    power_iterations=5, oversampling=5, rotate=True, warm_start=False, orthogonalization="qr"
+    power_iterations=5,
+    oversampling=5,
+    approximate="moment",
+    orthogonalization="qr",
+    min_dim_size_to_factor=1,
 )
 
 
@@ -69,12 +70,13 @@ def given_target(plan, matrix):
     return matrix.grad / plan.approximation.of_scale(matrix.scale)
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "subspace"))
-def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
+@functools.partial(jax.jit, static_argnames="settings")
+def factor_jitted(matrix, previous, step, error_threshold, *, settings):
     (rows, columns), capacity = matrix.shape, previous.q.shape[1]
+    width = settings.width(capacity, rows)
     scalars = StepScalars(
         step=step,
-        draws=jax.random.normal(jax.random.key(0), (subspace.width(capacity, rows), columns)),
+        draws=jax.random.normal(jax.random.key(0), (width, columns)),
         rounding=None,
         b2=0.999,
         eps=0.0,
@@ -82,12 +84,11 @@ def factor_jitted(matrix, previous, step, error_threshold, *, rule, subspace):
         correction=1.0,
         error_threshold=error_threshold,
     )
-    settings = Settings(rule, subspace, Storage(1, None), "moment")
-    plan = Plan(scalars, settings, CPU, axis=0, batch=1, shorter_side=rows, capacity=capacity)
+    plan = Plan(scalars, settings, CPU, axis=0, batch=1, width=width, capacity=capacity)
     last = jax.tree.map(lambda x: x[None], previous)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(phases, "target_of", given_target)
-        chooses = rule.chooses_at(step)
+        chooses = settings.chooses_at(step)
         [(_, state, _)] = phases.step_stacks([plan], [matrix[None]], [last], [None], chooses)
     return jax.tree.map(lambda x: x[0], state)
 
@@ -106,17 +107,9 @@ def factor(
     previous_u = previous_u if warm else np.zeros((columns, capacity), dtype)
     q, zero = np.zeros((rows, capacity), dtype), np.float32(0)
     previous = LeafState(q, previous_u, np.int32(rank), zero, zero)
-    fields = {f.name for f in dataclasses.fields(RULE)}
-    of_rule = {k: v for k, v in changes.items() if k in fields}
-    of_subspace = {k: v for k, v in changes.items() if k not in fields}
-    return factor_jitted(
-        matrix,
-        previous,
-        np.int32(step),
-        error_threshold,
-        rule=dataclasses.replace(RULE, max_rank=max(capacity, 12), **of_rule),
-        subspace=dataclasses.replace(SUBSPACE, warm_start=warm, **of_subspace),
-    )
+    widest = max(capacity, 12)
+    settings = dataclasses.replace(SETTINGS, max_rank=widest, warm_start=warm, **changes)
+    return factor_jitted(matrix, previous, np.int32(step), error_threshold, settings=settings)
 
 
 @pytest.mark.parametrize("threshold", [0.3, 0.05, 0.01])
@@ -171,8 +164,8 @@ def energies_of(*singular_values):
 def chosen(first=1, capacity=8, threshold=0.1, **changes):
     """Of singular values 1, 0.5, 0.25, ... and nothing beyond."""
     energies = energies_of(*0.5 ** np.arange(8.0))
-    rule = dataclasses.replace(RULE, initial_rank=first, **changes)
-    return int(choose_rank(energies, 0.0, capacity, threshold, rule))
+    settings = dataclasses.replace(SETTINGS, initial_rank=first, **changes)
+    return int(choose_rank(energies, 0.0, capacity, threshold, settings))
 
 
 def test_the_rank_chosen_is_the_first_whose_error_is_low_enough():
@@ -201,8 +194,8 @@ def test_the_table_leads_to_the_rank_of_the_loop(first):
     growths = (lambda error: 0, lambda error: 3, lambda error: jnp.floor(9 * error), jnp.exp)
     capacity = 13
     for growth in growths:
-        rule = RankRule(first, capacity, 1, growth)
-        by_table = jax.jit(functools.partial(choose_rank, capacity=capacity, rule=rule))
+        settings = Settings(first, capacity, 1, growth)
+        by_table = jax.jit(functools.partial(choose_rank, capacity=capacity, settings=settings))
         for _ in range(5):
             energies = np.sort(rng.exponential(size=16).astype(np.float32) ** 4)[::-1]
             residual = np.float32(0.01 * energies.sum())

@@ -9,7 +9,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax.linalg.rounding import round_stochastically
-from adapprox_jax.settings import RankRule, Settings, Storage, Subspace
+from adapprox_jax.settings import Settings
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.matrix import Factors, Plan, kept_columns
 from adapprox_jax.step.platform import CPU
@@ -132,9 +132,8 @@ def test_the_factors_are_rounded_by_different_bits():
         correction=1.0,
         error_threshold=0.0,
     )
-    rule, storage = RankRule(max_rank=4), Storage(1, jnp.bfloat16)
-    settings = Settings(rule, Subspace(), storage, "root")
-    plan = Plan(scalars, settings, CPU, axis=0, batch=1, shorter_side=8, capacity=4)
+    settings = Settings(max_rank=4, min_dim_size_to_factor=1, factor_dtype=jnp.bfloat16)
+    plan = Plan(scalars, settings, CPU, axis=0, batch=1, width=4, capacity=4)
     between = 1 + 2**-9  # of bfloat16 1 and 1 + 2^-7 are the nearest
     factors = Factors(jnp.full((8, 4), between), jnp.full((16, 4), between))
     zeros = jnp.zeros((8, 4), jnp.bfloat16), jnp.zeros((16, 4), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Starts of the subspace iteration: random columns, and the last factors over them."""
+"""Random keys: checked, and kept as their data."""
 
 import numbers
 from typing import Any
@@ -8,8 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 _GENERATORS = {2: "threefry2x32", 4: "rbg"}  # by how many numbers the data of a key have
-_TRACE = 1e-3  # of the random column, times the largest entry of the last one
-_ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
 
 def check_key(key: Any) -> int | jax.Array:
@@ -47,31 +45,3 @@ def require_key(key: Any) -> jax.Array:
 def wrapped_key(data: jax.Array) -> jax.Array:
     """The random key of data, also if another generator was the default when they were made."""
     return jax.random.wrap_key_data(data, impl=_GENERATORS.get(len(data)))
-
-
-def warm_start(
-    start: jax.Array,
-    previous_u: jax.Array,
-    largest: jax.Array,
-    inverse_scale: jax.typing.ArrayLike,
-) -> jax.Array:
-    """A start (n, width) with the columns of `previous_u` over its first.
-
-    Columns of `previous_u` that are zero or rounding beside the largest stand for no direction.
-    There the start stays as it is. The others may be linearly dependent, which leaves out what is
-    new. So each of them gets a trace of its random column.
-
-    Args:
-      start: (n, width).
-      previous_u: (n, capacity).
-      largest: The number of largest magnitude in each of its columns, (capacity,), with its sign.
-        So the trace changes its sign with its column.
-      inverse_scale: What `previous_u` is multiplied by, so that A times it is not too large.
-    """
-    covered = min(start.shape[1], previous_u.shape[1])
-    unit_u = previous_u[:, :covered].astype(start.dtype) * inverse_scale
-    of_units = (largest[:covered] * inverse_scale)[None]
-    stands = jnp.abs(of_units) > _ROUNDING * float(np.finfo(start.dtype).eps)
-    random = start[:, :covered]
-    first = jnp.where(stands, unit_u + _TRACE * of_units * random, random)
-    return jnp.concatenate([first, start[:, covered:]], axis=1)
