@@ -101,14 +101,16 @@ def _extremes_in_blocks(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Arr
         rest = jnp.expand_dims(jax.lax.slice_in_dim(array, whole, length, axis=axis), axis)
         parts.append((rest, rest))
     start = np.float32(-np.inf), np.float32(np.inf)
-
-    def both(x: Any, y: Any) -> Any:
-        return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
-
     # Both in one pass over the array.
-    extremes = (jax.lax.reduce(part, start, both, (axis + 1,)) for part in parts)
+    extremes = (jax.lax.reduce(part, start, _both, (axis + 1,)) for part in parts)
     largest, smallest = (jnp.concatenate(x, axis) for x in zip(*extremes, strict=True))
     return largest, smallest
+
+
+# Not within another function, of which JAX would compile each call anew outside of `jax.jit`.
+def _both(x: Any, y: Any) -> Any:
+    """Of two pairs the larger first and the smaller second number."""
+    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
 
 
 def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
