@@ -107,8 +107,8 @@ def on_separate_matrices(tx: optax.GradientTransformation) -> optax.GradientTran
 
 
 def _hidden_numbers(params: Any) -> Any:
-    """Optax's dimension numbers for hidden matrices, and None for other parameters."""
-    numbers = optax.contrib.MuonDimensionNumbers()
+    """Optax's dimension numbers for hidden matrices, stacked or not, and None for others."""
+    numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     hidden = adapprox_jax.hidden_matrices(params)
     return jax.tree.map(lambda is_hidden: numbers if is_hidden else None, hidden)
 

@@ -26,7 +26,7 @@ import adapprox_jax
 from adapprox_jax.state.report import shaped_nbytes, tree_nbytes
 from benchmarks import records
 from benchmarks.collectives import collectives_of
-from benchmarks.contenders import CONTENDERS, DECAY, RATE
+from benchmarks.contenders import CONTENDERS
 from benchmarks.device_program import DEVICES
 from benchmarks.program_counts import count
 from benchmarks.steps import update_step
@@ -53,21 +53,12 @@ LLAMAS = {
     "70B": Llama(80, 8192, 28_672, 64, 8),
 }
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    **{name: CONTENDERS[name] for name in ("adamw", "adafactor")},
-    "muon": lambda: optax.contrib.muon(
-        RATE, weight_decay=DECAY, muon_weight_dimension_numbers=_hidden_numbers
-    ),
-    **{
-        name: CONTENDERS[name]
-        for name in ("adapprox", "adapprox 4 bits", "adapprox_muon", "adapprox_muon 4 bits")
-    },
+    name: CONTENDERS[name]
+    for name in (
+        *("adamw", "adafactor", "muon"),
+        *("adapprox", "adapprox 4 bits", "adapprox_muon", "adapprox_muon 4 bits"),
+    )
 }
-
-
-def _hidden_numbers(params: Any) -> Any:
-    """Optax's dimension numbers for stacked matrices, and None for other parameters."""
-    numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
-    return jax.tree.map(lambda x: numbers if x.ndim == 3 else None, params)
 
 
 def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct]:

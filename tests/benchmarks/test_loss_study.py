@@ -180,3 +180,15 @@ def test_a_fused_kernel_may_be_seen_as_three():
     actual, _ = updates.update(fused, updates.init(fused), fused)
     expected, _ = tx.update(parts, tx.init(parts), parts)
     np.testing.assert_array_equal(actual["qkv"]["kernel"], jnp.concatenate(expected, 1))
+
+
+def test_muon_works_on_each_of_stacked_layers():
+    stack = jax.random.normal(jax.random.key(0), (3, 16, 24))
+    layers = {str(i): {"kernel": layer} for i, layer in enumerate(stack)}
+    tx = contenders.muon(1e-2)
+    expected, actual = (
+        tx.update(params, tx.init(params), params)[0]["blocks"]
+        for params in ({"blocks": layers}, {"blocks": {"kernel": stack}})
+    )
+    for i, layer in enumerate(actual["kernel"]):
+        np.testing.assert_allclose(layer, expected[str(i)]["kernel"], atol=1e-6)
