@@ -360,10 +360,9 @@ def main(
         raise SystemExit(f"error: {error}") from None
     results = loss_tables.summarize(study.rows)
     print(loss_tables.comparison(results, names, baseline, (setting,)))
-    finite = {name: (name,) for name in names if math.isfinite(results[setting, name].mean)}
-    offsets = dict.fromkeys(finite, (0.0, 8.0))
-    path = folder / "loss_against_bytes.png"
-    loss_tables.draw_points(results, finite, offsets, (setting,), path)
+    finite = [name for name in names if math.isfinite(results[setting, name].mean)]
+    points = {name: (name, (0.0, 8.0)) for name in finite}
+    loss_tables.draw_points(results, points, (setting,), folder / "loss_against_bytes.png")
     print(f"records and picture in {folder}")
 
 

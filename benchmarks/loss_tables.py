@@ -28,6 +28,8 @@ class Summary(NamedTuple):
 
 
 Results = Mapping[tuple[str, str], Summary]  # by setting and contender
+# By a name: the contender, and where its dot has the name, in points from it.
+Points = Mapping[str, tuple[str, tuple[float, float]]]
 
 
 def read(path: pathlib.Path) -> list[dict[str, Any]]:
@@ -151,14 +153,9 @@ def comparison(
     return records.table(titles, rows)
 
 
-def best_of(results: Results, names: Iterable[str], setting: str) -> Summary:
-    """The contender of some with the least mean loss in a setting."""
-    return min((results[setting, name] for name in names), key=lambda one: one.mean)
-
-
 def shown(
     results: Results,
-    names: Mapping[str, Sequence[str]],
+    points: Points,
     settings: Sequence[str],
     sizes: Mapping[str, float],
 ) -> str:
@@ -166,29 +163,29 @@ def shown(
 
     Args:
       results: The summaries.
-      names: By the name of a row its contenders, of which each setting shows the best.
+      points: By the name of a row.
       settings: Each has two columns.
       sizes: Bytes of state per parameter of a larger model, by the name of the row.
     """
     titles = ["", "bytes per parameter, 0.9M model", "117M model"]
     for setting in settings:
-        titles += [f"{setting}: loss", f"minus {next(iter(names))}'s"]
+        titles += [f"{setting}: loss", f"minus {next(iter(points))}'s"]
+    first, _ = next(iter(points.values()))
     rows = []
-    for name, contenders in names.items():
-        found = [best_of(results, contenders, setting) for setting in settings]
-        cells = [name, f"{found[0].bytes_a_parameter:.2f}"]
+    for name, (contender, _) in points.items():
+        cells = [name, f"{results[settings[0], contender].bytes_a_parameter:.2f}"]
         cells.append(f"{sizes[name]:.2f}" if name in sizes else "")
-        for one, setting in zip(found, settings, strict=True):
-            base = best_of(results, next(iter(names.values())), setting)
-            cells += [_loss(one), "" if one is base else difference(one, base)]
+        for setting in settings:
+            one = results[setting, contender]
+            less = "" if contender == first else difference(one, results[setting, first])
+            cells += [_loss(one), less]
         rows.append(cells)
     return records.table(titles, rows)
 
 
 def draw_points(
     results: Results,
-    names: Mapping[str, Sequence[str]],
-    offsets: Mapping[str, tuple[float, float]],
+    points: Points,
     settings: Sequence[str],
     path: pathlib.Path,
 ) -> None:
@@ -196,22 +193,19 @@ def draw_points(
 
     Args:
       results: The summaries.
-      names: By the label of a dot its contenders, of which each setting shows the best.
-      offsets: Where the label is, in points from the dot.
+      points: By the label of a dot.
       settings: Each has a panel.
       path: Of the picture.
     """
     figure = Figure(figsize=(6, 2.7 * len(settings)), layout="constrained")
     panels = figure.subplots(len(settings), squeeze=False)
     for setting, axes in zip(settings, panels[:, 0], strict=True):
-        for name, contenders in names.items():
-            one = best_of(results, contenders, setting)
+        for name, (contender, offset) in points.items():
+            one = results[setting, contender]
             place = one.bytes_a_parameter, one.mean
             color = "C0" if name.startswith("adapprox") else "0.45"
             axes.scatter(*place, color=color, s=45)
-            axes.annotate(
-                name, place, offsets[name], textcoords="offset points", ha="center", color=color
-            )
+            axes.annotate(name, place, offset, textcoords="offset points", ha="center", color=color)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")
         axes.set(title=f"trained on {setting}", ylabel="validation loss")

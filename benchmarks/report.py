@@ -40,18 +40,18 @@ _X8 = "other parameters x8"
 _INCREASING = f"adapprox 4 bits, b2 1 - t^-0.8, {_X8}"
 _MUON_X2 = "Muon b1 0.8, other parameters x2"
 TEXTS = ("code", "prose")
-# What is shown first, by the name there: contenders, of which the best one stands for each text,
-# and where the picture has the name, in points beside the dot.
+# What is shown first, by the name there: the contender, and where the picture has the name, in
+# points beside the dot.
 SHOWN = {
-    "AdamW": (("AdamW with Nesterov, b2 0.999, clipped",), (-4, -14)),
-    "Adafactor, 4 bits": (("Adafactor 4 bits with Nesterov",), (16, -15)),
-    "Muon": ((f"{_MUON_X2}, q k v separate",), (10, 8)),
-    "NorMuon": (("NorMuon",), (0, -15)),
-    "adapprox": (("adapprox",), (0, 8)),
-    "adapprox, 4 bits": (("adapprox 4 bits",), (14, 8)),
-    "adapprox_muon": (("adapprox_muon, b1 by rate",), (-50, 8)),
-    "adapprox_muon, 8 bits": (("adapprox_muon 8 bits, b1 by rate",), (40, -15)),
-    "adapprox_muon, 4 bits": (("adapprox_muon 4 bits, b1 by rate",), (30, 8)),
+    "AdamW": ("AdamW with Nesterov, b2 0.999, clipped", (-4, -14)),
+    "Adafactor, 4 bits": ("Adafactor 4 bits with Nesterov", (16, -15)),
+    "Muon": (f"{_MUON_X2}, q k v separate", (10, 8)),
+    "NorMuon": ("NorMuon", (0, -15)),
+    "adapprox": ("adapprox", (0, 8)),
+    "adapprox, 4 bits": ("adapprox 4 bits", (14, 8)),
+    "adapprox_muon": ("adapprox_muon, b1 by rate", (-50, 8)),
+    "adapprox_muon, 8 bits": ("adapprox_muon 8 bits, b1 by rate", (40, -15)),
+    "adapprox_muon, 4 bits": ("adapprox_muon 4 bits, b1 by rate", (30, 8)),
 }
 DIRECTIONS = (
     *(f"adapprox_muon{bits}, b1 by rate" for bits in ("", " 8 bits", " 4 bits")),
@@ -60,7 +60,6 @@ DIRECTIONS = (
     "NorMuon",
     f"{_MUON_X2}, q k v separate",
 )
-_SHOWN_NAMES = {name: contenders for name, (contenders, _) in SHOWN.items()}
 COMPARED = (
     *("adapprox", "adapprox 8 bits", "adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING),
     "adapprox no average",
@@ -159,7 +158,7 @@ def blocks() -> dict[str, str]:
         "at a glance": _at_a_glance(defaults, of_state),
         "shown": loss_tables.shown(
             defaults,
-            _SHOWN_NAMES,
+            SHOWN,
             TEXTS,
             {**_sizes(of_state), "adapprox_muon": of_state["adapprox_muon"]["bytes_a_parameter"]},
         ),
@@ -353,8 +352,7 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
     for name, size in _sizes(states).items():
         contender = name.lower().replace(",", "")
         cells = [name, f"{size:.2f}"]
-        for text in TEXTS:
-            cells.append(f"{loss_tables.best_of(results, SHOWN[name][0], text).mean:.2f}")
+        cells += [f"{results[text, SHOWN[name][0]].mean:.2f}" for text in TEXTS]
         one = on_gpu.get(contender)
         ratios = update_speed.ratios(one, on_gpu["adamw"]) if one else []
         cells.append(f"{statistics.median(ratios):.2f}" if ratios else "")
@@ -435,10 +433,8 @@ def _draw() -> None:
     training_memory.draw(_read(f"{of_h100}.json")["records"], of_h100.with_suffix(".png"))
     rows = loss_tables.read(loss_tables.STUDY)
     results = loss_tables.summarize(rows)
-    offsets = {name: place for name, (_, place) in SHOWN.items()}
-    points = PICTURES / "loss_against_bytes.png"
     defaults = loss_tables.summarize(loss_tables.read(PICTURES / "defaults.jsonl"))
-    loss_tables.draw_points(defaults, _SHOWN_NAMES, offsets, TEXTS, points)
+    loss_tables.draw_points(defaults, SHOWN, TEXTS, PICTURES / "loss_against_bytes.png")
     pairs = {f"{one}\nminus {other}": (one, other) for one, other in PAIRS}
     loss_tables.draw_differences(results, pairs, TEXTS, PICTURES / "pairs.png")
     coarse = loss_tables.summarize(row for row in rows if _is_coarse(row))

@@ -54,14 +54,13 @@ def test_a_comparison_leaves_out_what_did_not_run_and_names_what_diverged():
     assert brief.splitlines()[2:] == ["| a | 1.00 | 2 | 3.1000 ± 0.1000 | 0 |"]
 
 
-def test_what_is_shown_is_the_best_of_its_contenders():
+def test_what_is_shown_is_compared_with_the_first():
     results = {
         ("code", "a"): summary(3.0, 3.2),
         ("code", "b"): summary(3.1, 3.3, size=0.5),
-        ("code", "b2"): summary(3.1, 3.5, size=0.5),
     }
-    names = {"A": ("a",), "B": ("b2", "b")}
-    lines = loss_tables.shown(results, names, ("code",), {"B": 0.25}).splitlines()[2:]
+    points = {"A": ("a", (0, 8)), "B": ("b", (0, 8))}
+    lines = loss_tables.shown(results, points, ("code",), {"B": 0.25}).splitlines()[2:]
     assert lines == [
         "| A | 1.00 |  | 3.1000 ± 0.1000 |  |",
         "| B | 0.50 | 0.25 | 3.2000 ± 0.1000 | +0.1000 ± 0.0000 |",
@@ -91,9 +90,8 @@ def test_the_study_has_one_run_for_each_contender_rate_and_seed():
 
 def test_points_and_differences_are_drawn(tmp_path):
     results = {(text, name): summary(3.0, 3.2) for text in ("code", "prose") for name in "ab"}
-    names = {"A": ("a", "b"), "B": ("b",)}
-    offsets = dict.fromkeys(names, (0, 8))
-    loss_tables.draw_points(results, names, offsets, ("code", "prose"), tmp_path / "points.png")
+    points = {"A": ("a", (0, 8)), "B": ("b", (0, 8))}
+    loss_tables.draw_points(results, points, ("code", "prose"), tmp_path / "points.png")
     pairs = {"a minus b": ("a", "b"), "a minus c": ("a", "c")}
     loss_tables.draw_differences(results, pairs, ("code",), tmp_path / "pairs.png")
     for name in ("points", "pairs"):
