@@ -94,13 +94,8 @@ def record_of(name: str, shapes: Any, device: Device) -> dict[str, Any]:
     """The figures of the update of one row."""
     tx, params = row(name, shapes)
     state = jax.eval_shape(tx.init, params)
-    update = update_step(tx)
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        return update(grads, params, state)
-
     start = time.process_time()
-    compiled = compiled_for(device, step, params, state, params)
+    compiled = compiled_for(device, update_step(tx), params, state, params)
     return {
         **device.figures(compiled),
         "temporaries_mib": compiled.memory_analysis().temp_size_in_bytes / records.MIB,

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from benchmarks import records
 from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor
 from benchmarks.inputs import parameter_shapes
 from benchmarks.opponents.came import came
-from benchmarks.steps import training_step
+from benchmarks.steps import lowered_step, training_step
 from examples.gpt2.model import CONFIGS, GPT
 
 RESULTS = records.RESULTS / "memory"
@@ -130,24 +129,13 @@ def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dic
       batch: Sequences in the step.
 
     Returns:
-      MiB of the state, of the temporaries and of the peak, and the seconds of compilation. The
-      peak is arguments, results and temporaries, less what shares memory.
+      MiB of the state, of the temporaries and of the peak, and the seconds of compilation.
     """
     config = dataclasses.replace(CONFIGS[model], dtype="float32")
     graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    state = jax.eval_shape(tx.init, params)
     tokens = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
-
-    step = jax.jit(training_step(graph, tx), donate_argnums=(0, 1), keep_unused=True)
-    lowered = step.lower(params, state, tokens)
-    start = time.perf_counter()
-    compiled = lowered.compile()
-    seconds = time.perf_counter() - start
-    return {
-        "state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB,
-        **records.planned_memory(compiled),
-        "compile_seconds": seconds,
-    }
+    _, planned = records.compiled(lowered_step(training_step(graph, tx), tx, params, tokens))
+    return {"state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB, **planned}
 
 
 def add_shares(peaks: dict[str, dict[str, float]]) -> None:

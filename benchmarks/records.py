@@ -5,6 +5,7 @@ import pathlib
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,13 +47,21 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def planned_memory(compiled: jax.stages.Compiled) -> dict[str, float]:
-    """Temporaries and peak of a compiled program in MiB, as its compiler plans them."""
-    memory = compiled.memory_analysis()
+def compiled(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, dict[str, float]]:
+    """A compiled program, the seconds it took, and MiB as its compiler plans them.
+
+    The peak is arguments, results and temporaries, less what shares memory.
+    """
+    start = time.perf_counter()
+    program = lowered.compile()
+    seconds = time.perf_counter() - start
+    memory = program.memory_analysis()
     peak = (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
         + memory.temp_size_in_bytes
     )
-    return {"temporaries_mib": memory.temp_size_in_bytes / MIB, "peak_mib": peak / MIB}
+    temporaries = memory.temp_size_in_bytes / MIB
+    record = {"temporaries_mib": temporaries, "peak_mib": peak / MIB, "compile_seconds": seconds}
+    return program, record

@@ -118,8 +118,8 @@ def record_of(
     start = time.process_time()
     with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
         compiled = (
-            jax.jit(update_step(tx), donate_argnums=(1, 2), out_shardings=(placed, shardings))
-            .lower(params, params, state)
+            jax.jit(update_step(tx), donate_argnums=(0, 1), out_shardings=(placed, shardings))
+            .lower(params, state, params)
             .compile()
         )
     seconds = time.process_time() - start

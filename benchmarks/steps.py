@@ -11,9 +11,9 @@ from examples.gpt2.model import loss
 
 
 def update_step(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """An optimizer's step: from gradients, parameters and state to new parameters and state."""
+    """An optimizer's step: from parameters, state and gradients to new parameters and state."""
 
-    def step(grads: Any, params: Any, state: Any) -> tuple[Any, Any]:
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -33,6 +33,14 @@ def training_step(
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any]:
         grads = jax.grad(lambda p: loss(nnx.merge(graph, p), tokens))(params)
-        return update(grads, params, state)
+        return update(params, state, grads)
 
     return step
+
+
+def lowered_step(
+    step: Callable[..., Any], tx: optax.GradientTransformation, params: Any, operands: Any
+) -> jax.stages.Lowered:
+    """A step over donated parameters and state; they and operands are arrays or shapes."""
+    state = jax.eval_shape(tx.init, params)
+    return jax.jit(step, donate_argnums=(0, 1), keep_unused=True).lower(params, state, operands)

@@ -131,12 +131,11 @@ def record_of(row: Row, sizes: Llama, batch: tuple[int, int], mesh: Any) -> dict
     update = update_step(tx)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> Any:
-        return update(gradient(params, tokens), params, state)
+        return update(params, state, gradient(params, tokens))
 
-    whole = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens).compile()
-    alone = jax.jit(gradient).lower(params, tokens).compile()
-    planned = records.planned_memory(whole)
-    activations = records.planned_memory(alone)["temporaries_mib"]
+    whole = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, tokens)
+    _, planned = records.compiled(whole)
+    activations = records.compiled(jax.jit(gradient).lower(params, tokens))[1]["temporaries_mib"]
     count = sum(x.size for x in jax.tree.leaves(params))
     return {
         "weights_mib": tree_nbytes(params) / records.MIB,

@@ -30,7 +30,7 @@ import adapprox_jax
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.inputs import WORDS, gradients_like, is_row, parameter_shapes, random_like, row
-from benchmarks.steps import training_step, update_step
+from benchmarks.steps import lowered_step, training_step, update_step
 from examples.gpt2.model import CONFIGS, GPT
 
 RESULTS = records.RESULTS / "speed"
@@ -42,7 +42,7 @@ class Runner:
 
     name: str
     model: str
-    step: Callable[[Any, Any], Any]  # (parameters and state, operands) -> parameters and state
+    step: Callable[[Any, Any, Any], Any]  # (parameters, state, operands) -> parameters and state
     carry: Any  # parameters and state, donated
     operands: Any
     record: dict[str, Any]
@@ -52,7 +52,7 @@ class Runner:
         """Runs and times `steps` steps."""
         start = time.perf_counter()
         for _ in range(steps):
-            self.carry = self.step(self.carry, self.operands)
+            self.carry = self.step(*self.carry, self.operands)
         jax.block_until_ready(self.carry)
         self.seconds.append((time.perf_counter() - start) / steps)
 
@@ -69,8 +69,7 @@ def update_runner(name: str, model: str) -> Callable[[], Runner]:
     """
     tx, shapes = row(name, parameter_shapes(model))
     params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
-    update = update_step(tx)
-    return lowered_runner(name, model, tx, params, lambda carry, x: update(x, *carry), grads)
+    return lowered_runner(name, model, tx, params, update_step(tx), grads)
 
 
 def training_runner(name: str, model: str, batch: int) -> Callable[[], Runner]:
@@ -80,8 +79,7 @@ def training_runner(name: str, model: str, batch: int) -> Callable[[], Runner]:
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     shape = (batch, config.context + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocabulary)
-    step = training_step(graph, tx)
-    return lowered_runner(name, model, tx, params, lambda carry, x: step(*carry, x), tokens)
+    return lowered_runner(name, model, tx, params, training_step(graph, tx), tokens)
 
 
 def lowered_runner(
@@ -93,15 +91,12 @@ def lowered_runner(
     operands: Any,
 ) -> Callable[[], Runner]:
     """Lowers a step; what is returned compiles it and records the memory that it plans to use."""
-    abstract = (params, jax.eval_shape(tx.init, params))
-    lowered = jax.jit(step, donate_argnums=0, keep_unused=True).lower(abstract, operands)
+    lowered = lowered_step(step, tx, params, operands)
     state_mib = adapprox_jax.state_nbytes(tx, params) / records.MIB
 
     def compiled() -> Runner:
-        start = time.perf_counter()
-        run = lowered.compile()
-        seconds = time.perf_counter() - start
-        record = {"state_mib": state_mib, **records.planned_memory(run), "compile_seconds": seconds}
+        run, planned = records.compiled(lowered)
+        record = {"state_mib": state_mib, **planned}
         return Runner(name, model, run, (params, jax.jit(tx.init)(params)), operands, record)
 
     return compiled
