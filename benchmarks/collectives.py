@@ -3,7 +3,13 @@
 import re
 from typing import NamedTuple
 
-from benchmarks.program_counts import Computations, Instruction, computations_of, nbytes_of
+from benchmarks.program_counts import (
+    Computations,
+    Instruction,
+    branches_of,
+    computations_of,
+    nbytes_of,
+)
 
 _KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all"),
@@ -40,7 +46,8 @@ def _within(computations: Computations, name: str, times: int) -> list[Collectiv
         if kind in _KINDS:
             found.append(Collective(kind, _result(instruction), times))
         trips = int(instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"') or 1)
-        for called in _called(instruction.rest):
+        body = instruction.attribute(r"body=%([\w.\-]+)")
+        for called in (body, *branches_of(instruction)):
             found += _within(computations, called, times * trips)
     return found
 
@@ -57,11 +64,3 @@ def _result(instruction: Instruction) -> str:
         return shape
     arrays = re.findall(r"\w+\[[\d,]*\]", shape)
     return " ".join(arrays[len(arrays) // 2 :])
-
-
-def _called(rest: str) -> list[str]:
-    """Computations that an instruction runs, without reductions and fused ones."""
-    names = re.findall(r"(?:body|true_computation|false_computation)=%([\w.\-]+)", rest)
-    branches = re.search(r"branch_computations=\{([^}]*)\}", rest)
-    names += re.findall(r"%([\w.\-]+)", branches[1]) if branches else []
-    return names

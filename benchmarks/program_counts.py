@@ -48,10 +48,10 @@ class Instruction(NamedTuple):
         """Names of its operands."""
         return re.findall(r"%([\w.\-]+)", self.rest.split("), ")[0])
 
-    def attribute(self, pattern: str) -> str | None:
-        """The group of a pattern in the attributes."""
+    def attribute(self, pattern: str) -> str:
+        """The group of a pattern in the attributes; empty where there is none."""
         found = re.search(pattern, self.rest)
-        return found.group(1) if found else None
+        return found.group(1) if found else ""
 
 
 Computations = dict[str, list[Instruction]]
@@ -111,9 +111,9 @@ def _count(computations: Computations, name: str, choose: Any) -> Counts:
     for instruction in computations.get(name, ()):
         shapes[instruction.name] = instruction.shape
         if instruction.operation == "while":
-            body = instruction.attribute(r"body=%([\w.\-]+)") or ""
+            body = instruction.attribute(r"body=%([\w.\-]+)")
             trips = instruction.attribute(r'"known_trip_count":\{"n":"(\d+)"')
-            if trips is None:
+            if not trips:
                 total.add(Counts(loops_of_unknown_length=1, seconds=2 * ROUND_TRIP))
             total.add(_count(computations, body, choose), int(trips or 1))
         elif instruction.operation == "conditional":
@@ -122,7 +122,7 @@ def _count(computations: Computations, name: str, choose: Any) -> Counts:
             total.add(choose(branches, key=lambda counts: counts.seconds))
         elif instruction.operation in ("call", "async-start"):
             called = instruction.attribute(r"(?:to_apply|calls)=%([\w.\-]+)")
-            total.add(_count(computations, called or "", choose))
+            total.add(_count(computations, called, choose))
         elif instruction.operation not in _NO_KERNELS:
             total.add(_kernel(computations, instruction, shapes))
     return total
@@ -131,14 +131,14 @@ def _count(computations: Computations, name: str, choose: Any) -> Counts:
 def branches_of(conditional: Instruction) -> list[str]:
     """The names of the computations of a conditional."""
     named = conditional.attribute(r"branch_computations=\{([^}]*)\}")
-    if named is not None:
+    if named:
         return re.findall(r"%([\w.\-]+)", named)
     return re.findall(r"(?:true|false)_computation=%([\w.\-]+)", conditional.rest)
 
 
 def _kernel(computations: Computations, instruction: Instruction, shapes: dict[str, str]) -> Counts:
     nbytes = _bytes_moved(computations, instruction, shapes)
-    target = instruction.attribute(r'custom_call_target="([^"]+)"') or ""
+    target = instruction.attribute(r'custom_call_target="([^"]+)"')
     library = next((name for name in CALLS if name in target), None)
     if library is None:
         return Counts(kernels=1, nbytes=nbytes, seconds=max(nbytes / BANDWIDTH, LAUNCH))
@@ -150,9 +150,11 @@ def _bytes_moved(computations: Computations, kernel: Instruction, shapes: dict[s
     """Bytes read and written; of an array that is sliced or updated in place, only the part."""
     read = [nbytes_of(shapes.get(operand, "")) for operand in kernel.operands]
     written = nbytes_of(kernel.shape)
-    inside = computations.get(kernel.attribute(r"calls=%([\w.\-]+)") or "", [])
+    inside = computations.get(kernel.attribute(r"calls=%([\w.\-]+)"), [])
     local = {one.name: one.shape for one in inside}
-    index_of = {one.name: int(one.rest.split(")")[0]) for one in inside if _is_parameter(one)}
+    index_of = {
+        one.name: int(one.rest.split(")")[0]) for one in inside if one.operation == "parameter"
+    }
     parameter_of = {name: name for name in index_of}  # bitcasts of a parameter are added
     parts: collections.Counter[str] = collections.Counter()
     whole: set[str] = set()
@@ -176,20 +178,12 @@ def _bytes_moved(computations: Computations, kernel: Instruction, shapes: dict[s
     return max(written, 0) + sum(read)
 
 
-def _is_parameter(instruction: Instruction) -> bool:
-    return instruction.operation == "parameter"
-
-
 def nbytes_of(shape: str) -> int:
     """Bytes of the arrays in a shape, written as in the text of a program."""
     arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    bits = [
-        _bits_of(dtype) * math.prod(int(size) for size in sizes.split(",") if size)
-        for dtype, sizes in arrays
-    ]
-    return sum(-(-of_one // 8) for of_one in bits)
-
-
-def _bits_of(dtype: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    return 8 if bits is None else int(bits.group())
+    total = 0
+    for dtype, sizes in arrays:
+        bits = re.search(r"\d+", dtype)
+        numbers = math.prod(int(size) for size in sizes.split(",") if size)
+        total += -(-numbers * (int(bits[0]) if bits else 8) // 8)
+    return total

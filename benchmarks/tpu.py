@@ -72,11 +72,11 @@ def _cycles(computations: Computations, name: str, choose: Any) -> float:
     for one in computations.get(name, ()):
         total += float(one.attribute(r'"estimated_cycles":"(\d+)"') or 0)
         if one.operation == "while":
-            condition = computations.get(one.attribute(r"condition=%([\w.\-]+)") or "", ())
+            condition = computations.get(one.attribute(r"condition=%([\w.\-]+)"), ())
             # The largest constant that the counter is compared with.
             numbers = [c.rest for c in condition if c.operation == "constant"]
             limits = [int(x) for rest in numbers for x in re.findall(r"^(\d+)\)", rest)]
-            body = one.attribute(r"body=%([\w.\-]+)") or ""
+            body = one.attribute(r"body=%([\w.\-]+)")
             total += max(limits, default=1) * _cycles(computations, body, choose)
         elif one.operation == "conditional":
             branches = branches_of(one)
