@@ -13,72 +13,60 @@ import optax
 import optax.contrib
 
 import adapprox_jax
-from benchmarks.opponents.came import came
+from benchmarks.opponents.came import scale_by_came
 
 RATE, DECAY = 1e-4, 0.1
 
 
-def adafactor(
-    rate: optax.ScalarOrSchedule,
-    b1: float = 0.9,
-    mu_dtype: str | None = None,
-    nesterov: bool = False,
+def with_decay(
+    directions: optax.GradientTransformation,
+    rate: optax.ScalarOrSchedule = RATE,
     weight_decay: float = DECAY,
     mask: Any = None,
 ) -> optax.GradientTransformation:
-    """Adafactor's factored second moment with the clip, the average and the decay of Adapprox.
+    """Steps against directions, with weight decay.
+
+    Args:
+      directions: What gradients become.
+      rate: Learning rate.
+      weight_decay: Multiplied by the learning rate.
+      mask: Which leaves decay.
+    """
+    decay = optax.add_decayed_weights(weight_decay, mask)
+    return optax.chain(directions, decay, optax.scale_by_learning_rate(rate))
+
+
+def adafactor(
+    b1: float = 0.9, mu_dtype: str | None = None, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Adafactor's factored second moment with the clip and the average of Adapprox.
 
     `optax.adafactor` would scale the rate by the size of each parameter.
 
     Args:
-      rate: Learning rate.
       b1: Decay of the average of updates; 0 for no average.
       mu_dtype: As of `adapprox_jax.guided_ema`; None for an average in the parameters' type.
       nesterov: Likewise.
-      weight_decay: Multiplied by the learning rate.
-      mask: Which leaves decay.
     """
     average = optax.ema(b1, debias=False) if b1 else optax.identity()
     if mu_dtype is not None or nesterov:
         average = adapprox_jax.guided_ema(b1, mu_dtype=mu_dtype, nesterov=nesterov)
-    return optax.chain(
-        optax.scale_by_factored_rms(),
-        optax.clip_by_block_rms(1.0),
-        average,
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(rate),
-    )
+    return optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0), average)
 
 
-def muon(
-    rate: optax.ScalarOrSchedule,
-    b1: float = 0.95,
-    other_rate: float = 1.0,
-    weight_decay: float = DECAY,
-    mask: Any = None,
-) -> optax.GradientTransformation:
+def muon(b1: float = 0.95) -> optax.GradientTransformation:
     """Optax's Muon for the matrices that `adapprox_muon` makes orthogonal, with Adam for the rest.
 
     Args:
-      rate: Learning rate of the hidden matrices.
-      b1: Their momentum.
-      other_rate: Times the learning rate: the rate of the other parameters.
-      weight_decay: Multiplied by the learning rate, of hidden matrices and others alike.
-      mask: Which leaves decay.
+      b1: Momentum of the hidden matrices.
     """
-    directions = optax.contrib.muon(
+    return optax.contrib.muon(
         learning_rate=-1.0,
         beta=b1,
         consistent_rms=0.2,
         adam_b1=0.9,
         adam_b2=0.95,
-        adam_learning_rate=-other_rate,
         muon_weight_dimension_numbers=_hidden_numbers,
-    )
-    return optax.chain(
-        directions,
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(rate),
     )
 
 
@@ -127,8 +115,8 @@ def _adapprox_muon(**settings: Any) -> optax.GradientTransformation:
 
 CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adamw": lambda: optax.adamw(RATE, weight_decay=DECAY),
-    "adafactor": lambda: adafactor(RATE),
-    "adafactor 4 bits": lambda: adafactor(RATE, mu_dtype="int4"),
+    "adafactor": lambda: with_decay(adafactor()),
+    "adafactor 4 bits": lambda: with_decay(adafactor(mu_dtype="int4")),
     "adapprox": _adapprox,
     "adapprox rank 16": lambda: _adapprox(max_rank=16),
     "adapprox 8 bits": lambda: _adapprox(mu_dtype="int8"),
@@ -143,6 +131,6 @@ CONTENDERS: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adapprox_muon": _adapprox_muon,
     "adapprox_muon rank 8": lambda: _adapprox_muon(second_moment=True),
     "adapprox_muon 4 bits": lambda: _adapprox_muon(mu_dtype="int4"),
-    "came": lambda: came(RATE, weight_decay=DECAY),
-    "muon": lambda: muon(RATE),
+    "came": lambda: with_decay(scale_by_came()),
+    "muon": lambda: with_decay(muon()),
 }

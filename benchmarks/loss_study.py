@@ -28,15 +28,15 @@ import tyro
 
 import adapprox_jax
 from benchmarks import contenders, loss_tables
+from benchmarks.contenders import DECAY
 from benchmarks.opponents.adam_8_bits import scale_by_adam_8_bits
-from benchmarks.opponents.came import came
+from benchmarks.opponents.came import scale_by_came
 from examples.gpt2.config import Config
 from examples.gpt2.optimizers import Weights
 from examples.gpt2.train import DivergedError, train
 
 Make = Callable[[optax.Schedule], optax.GradientTransformation]
 
-DECAY = 0.1
 _PROSE = pathlib.Path("/usr/share/vim/vim90/doc")  # Debian's vim-runtime
 _LARGER = Config(width=256, heads=8, eval_every=100)
 _SMALL = Config(layers=2, width=64, heads=2, context=64, eval_every=10, eval_batches=8)
@@ -77,12 +77,8 @@ def _is_other(params: Any) -> Any:
 
 def _with_decay(directions: optax.GradientTransformation, other_rate: float = 1.0) -> Make:
     """Directions with weight decay; those of parameters outside hidden matrices are multiplied."""
-    return lambda rate: optax.chain(
-        directions,
-        optax.masked(optax.scale(other_rate), _is_other),
-        optax.add_decayed_weights(DECAY, is_matrix),
-        optax.scale_by_learning_rate(rate),
-    )
+    scaled = optax.chain(directions, optax.masked(optax.scale(other_rate), _is_other))
+    return lambda rate: contenders.with_decay(scaled, rate, mask=is_matrix)
 
 
 def _clipped(directions: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -163,23 +159,21 @@ CONTENDERS: dict[str, Contender] = {
     "AdamW 8 bits, b2 0.999, clipped": Contender(
         _with_decay(_clipped(scale_by_adam_8_bits())), 2.4e-3
     ),
-    "Adafactor": Contender(_decayed(contenders.adafactor), 2.4e-3),
-    "Adafactor 4 bits": Contender(_decayed(contenders.adafactor, mu_dtype="int4"), 2.4e-3),
+    "Adafactor": Contender(_with_decay(contenders.adafactor()), 2.4e-3),
+    "Adafactor 4 bits": Contender(_with_decay(contenders.adafactor(mu_dtype="int4")), 2.4e-3),
     "Adafactor 4 bits with Nesterov": Contender(
-        _decayed(contenders.adafactor, mu_dtype="int4", nesterov=True), 4.8e-3
+        _with_decay(contenders.adafactor(mu_dtype="int4", nesterov=True)), 4.8e-3
     ),
     "Adafactor 4 bits, other parameters x8": Contender(
-        _with_decay(contenders.adafactor(-1.0, mu_dtype="int4", weight_decay=0.0), 8.0), 2.4e-3
+        _with_decay(contenders.adafactor(mu_dtype="int4"), 8.0), 2.4e-3
     ),
-    "CAME": Contender(_decayed(came), 3e-4),
-    "Muon defaults": Contender(_decayed(contenders.muon), 1.7e-2),
-    "Muon defaults, q k v separate": Contender(_separate(_decayed(contenders.muon)), 1.7e-2),
-    "Muon": Contender(_decayed(contenders.muon, b1=0.9, other_rate=4.0), 1.2e-2),
-    "Muon b1 0.8, other parameters x2": Contender(
-        _decayed(contenders.muon, b1=0.8, other_rate=2.0), 2.4e-2
-    ),
+    "CAME": Contender(_with_decay(scale_by_came()), 3e-4),
+    "Muon defaults": Contender(_with_decay(contenders.muon()), 1.7e-2),
+    "Muon defaults, q k v separate": Contender(_separate(_with_decay(contenders.muon())), 1.7e-2),
+    "Muon": Contender(_with_decay(contenders.muon(0.9), 4.0), 1.2e-2),
+    "Muon b1 0.8, other parameters x2": Contender(_with_decay(contenders.muon(0.8), 2.0), 2.4e-2),
     "Muon b1 0.8, other parameters x2, q k v separate": Contender(
-        _separate(_decayed(contenders.muon, b1=0.8, other_rate=2.0)), 2.4e-2
+        _separate(_with_decay(contenders.muon(0.8), 2.0)), 2.4e-2
     ),
 }
 
@@ -193,7 +187,7 @@ CONTENDERS |= {
         "adapprox_muon 4 bits": functools.partial(_adapprox_muon, mu_dtype="int4"),
         "NorMuon": functools.partial(_adapprox_muon, **_EXACT),
         "Muon, q k v separate": lambda b1, scale: _separate(
-            _decayed(contenders.muon, b1=b1, other_rate=scale)
+            _with_decay(contenders.muon(b1), scale)
         ),
     }.items()
 }

@@ -23,9 +23,9 @@ from tqdm import tqdm
 import adapprox_jax
 from adapprox_jax.state.report import tree_nbytes
 from benchmarks import records
-from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor
+from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor, with_decay
 from benchmarks.inputs import parameter_shapes
-from benchmarks.opponents.came import came
+from benchmarks.opponents.came import scale_by_came
 from benchmarks.steps import lowered_step, training_step
 from examples.gpt2.model import CONFIGS, GPT
 
@@ -54,8 +54,8 @@ def paper_adapprox(b1: float, max_rank: int | float) -> optax.GradientTransforma
 # Rows of the paper's table, made from b1. AdamW keeps its first moment where b1 is 0.
 ROWS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "AdamW": lambda b1: optax.adamw(RATE, b1=b1, weight_decay=DECAY),
-    "Adafactor": lambda b1: adafactor(RATE, b1),
-    "CAME": lambda b1: came(RATE, b1=b1, weight_decay=DECAY),
+    "Adafactor": lambda b1: with_decay(adafactor(b1)),
+    "CAME": lambda b1: with_decay(scale_by_came(b1)),
     "Adapprox (k_init)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["initial_rank"]),
     "Adapprox (k_max)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["max_rank"]),
 }

@@ -94,27 +94,6 @@ def scale_by_came(
     return optax.GradientTransformation(init, update)
 
 
-def came(
-    learning_rate: optax.ScalarOrSchedule,
-    weight_decay: float = 0.0,
-    mask: Any = None,
-    **settings: float,
-) -> optax.GradientTransformation:
-    """CAME with decoupled weight decay.
-
-    Args:
-      learning_rate: A number or a schedule.
-      weight_decay: Multiplied by the learning rate.
-      mask: Which leaves decay, as in `optax.add_decayed_weights`.
-      settings: Arguments of `scale_by_came`.
-    """
-    return optax.chain(
-        scale_by_came(**settings),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
-
-
 def _average(old: jax.Array, new: jax.Array, decay: float) -> jax.Array:
     return (decay * old + (1 - decay) * new).astype(old.dtype)
 

@@ -175,7 +175,7 @@ def test_contenders_are_what_their_names_say():
 def test_a_fused_kernel_may_be_seen_as_three():
     fused = {"qkv": {"kernel": jax.random.normal(jax.random.key(0), (32, 96))}}
     parts = jnp.split(fused["qkv"]["kernel"], 3, 1)
-    tx = contenders.muon(1e-2)
+    tx = contenders.muon()
     updates = contenders.on_separate_matrices(tx)
     actual, _ = updates.update(fused, updates.init(fused), fused)
     expected, _ = tx.update(parts, tx.init(parts), parts)
@@ -185,7 +185,7 @@ def test_a_fused_kernel_may_be_seen_as_three():
 def test_muon_works_on_each_of_stacked_layers():
     stack = jax.random.normal(jax.random.key(0), (3, 16, 24))
     layers = {str(i): {"kernel": layer} for i, layer in enumerate(stack)}
-    tx = contenders.muon(1e-2)
+    tx = contenders.muon()
     expected, actual = (
         tx.update(params, tx.init(params), params)[0]["blocks"]
         for params in ({"blocks": layers}, {"blocks": {"kernel": stack}})

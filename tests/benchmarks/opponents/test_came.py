@@ -13,7 +13,8 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks.opponents.came import came, scale_by_came
+from benchmarks.contenders import with_decay
+from benchmarks.opponents.came import scale_by_came
 
 TABLE = pathlib.Path(__file__).parents[2] / "data" / "came_pytorch.json"
 SHAPES = {"matrix": (6, 10), "stack": (3, 4, 5), "vector": (7,), "single": (1,)}
@@ -73,7 +74,9 @@ def table():
 
 def run(steps, compiled, dtype, **changes):
     """Parameters after each step, without the parameters at the start."""
-    tx = came(**SETTINGS | changes)
+    settings = SETTINGS | changes
+    decay = settings.pop("learning_rate"), settings.pop("weight_decay")
+    tx = with_decay(scale_by_came(**settings), *decay)
     params = optax.tree.cast(start(), dtype)
     state = tx.init(params)
     update = jax.jit(tx.update) if compiled else tx.update
