@@ -14,7 +14,7 @@ from typing import Literal
 import jax
 import tyro
 
-from benchmarks import loss_tables
+from benchmarks import loss_tables, records
 from benchmarks.loss_study import Study
 from examples.gpt2.config import Config
 
@@ -91,10 +91,8 @@ def main(
       cpu: Train on a CPU if there is no accelerator.
     """
     best = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
-    unknown = [name for name in names if ("code", name) not in best]
-    if unknown:
-        allowed = "; ".join(name for setting, name in best if setting == "code")
-        raise SystemExit(f"--names has {unknown}; allowed: {allowed}.")
+    allowed = [name for setting, name in best if setting == "code"]
+    records.check_names("--names", names, allowed)
     if jax.default_backend() == "cpu" and not cpu:
         raise SystemExit("JAX sees no accelerator here; --cpu takes the CPU.")
     config = Config(

@@ -59,8 +59,8 @@ def main(repeats: int = 3, output: pathlib.Path = RESULT) -> None:
         kind: {name: statistics.median(seconds) for name, seconds in of_kind.items()}
         for kind, of_kind in found.items()
     }
-    records.write(output, {**records.header(), "repeats": repeats, "seconds": medians})
-    print(table(medians))
+    result = {**records.header(), "repeats": repeats, "seconds": medians}
+    records.finish(output, result, table(medians))
 
 
 def table(medians: dict[str, dict[str, Any]]) -> str:

@@ -17,8 +17,7 @@ import tyro
 from tqdm import tqdm
 
 from benchmarks import h100, records, tpu
-from benchmarks.contenders import CONTENDERS
-from benchmarks.inputs import WORDS, is_row, parameter_shapes, row
+from benchmarks.inputs import check_rows, parameter_shapes, row
 from benchmarks.steps import update_step
 
 RESULTS = records.RESULTS / "speed"
@@ -108,7 +107,7 @@ def main(
     model: Literal["tiny", "117M", "345M"] = "117M",
     rows: tuple[str, ...] = (),
     output: pathlib.Path | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Compiles each optimizer's step, prints a table and writes JSON.
 
     Args:
@@ -119,10 +118,7 @@ def main(
         Without any, those of the page.
       output: File for the JSON.
     """
-    unknown = [name for name in rows if not is_row(name)]
-    if unknown:
-        allowed = ", ".join(CONTENDERS)
-        raise SystemExit(f"rows has {unknown}; allowed: {allowed}, with {WORDS} after them.")
+    check_rows("rows", rows)
     target = DEVICES[device]
     if not target.is_available():
         raise SystemExit(f"{device}: no compiler is installed here; `make device-program` does it.")
@@ -132,9 +128,7 @@ def main(
     for name in tqdm(rows or target.rows, unit="program"):
         result["records"][name] = record_of(name, shapes, target)
         records.write(path, result)
-    print(table(result["records"], device))
-    print(f"written: {path}")
-    return result
+    records.finish(path, result, table(result["records"], device))
 
 
 def table(rows: dict[str, dict[str, Any]], device: str) -> str:

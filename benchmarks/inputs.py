@@ -4,7 +4,7 @@ Parameters have GPT-2's shapes, and the second moments of gradients known ranks.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import optax
 from flax import nnx
 
 import adapprox_jax
+from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from examples.gpt2.model import CONFIGS, GPT
 
@@ -20,17 +21,19 @@ from examples.gpt2.model import CONFIGS, GPT
 WORDS = ("stacked", "bfloat16", "split")
 
 
-def is_row(name: str) -> bool:
-    """Whether a name is that of a contender, with some of `WORDS` behind commas."""
-    contender, *words = name.split(", ")
-    return contender in CONTENDERS and set(words) <= set(WORDS)
+def check_rows(argument: str, names: Iterable[str], words: Sequence[str] = WORDS) -> None:
+    """Ends the program if a name is not a contender's, with some words behind commas."""
+    parts = {name: name.split(", ") for name in names}
+    records.check_names(argument, (contender for contender, *_ in parts.values()), CONTENDERS)
+    for name, (_, *behind) in parts.items():
+        records.check_names(f"{argument}, {name!r},", behind, words)
 
 
 def row(name: str, shapes: Any) -> tuple[optax.GradientTransformation, Any]:
     """The optimizer of a row, and the shapes of its parameters.
 
     Args:
-      name: A name that `is_row`.
+      name: A name that `check_rows` lets pass.
       shapes: The parameters of `parameter_shapes`.
     """
     contender, *words = name.split(", ")

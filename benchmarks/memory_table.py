@@ -152,7 +152,7 @@ def main(
     peak_model: Literal["tiny", "117M", "345M"] = "117M",
     batch: int = 1,
     folder: pathlib.Path = RESULTS,
-) -> dict[str, Any]:
+) -> None:
     """Prints tables and writes JSON.
 
     Args:
@@ -166,24 +166,17 @@ def main(
     tables = {
         model: {str(b1): state_records(model, b1) for b1 in FIRST_MOMENTS} for model in MODELS
     }
-    print(f"{paper_table(tables)}\n\n{our_table(tables)}")
     result = {**records.header(), "records": tables}
-    _write(folder / "memory_table.json", result)
+    text = f"{paper_table(tables)}\n\n{our_table(tables)}"
+    records.finish(folder / "memory_table.json", result, text)
     if not peak:
-        return {"states": result}
+        return
     bar = tqdm(PEAK_ROWS.items(), unit="contender")
     peaks = {name: peak_record(make(), peak_model, batch) for name, make in bar}
     add_shares(peaks)
-    print(peaks_table(peaks))
-    peak_result = {**records.header(), "records": {peak_model: peaks}}
-    kind = records.name_of_device(peak_result["device"])
-    _write(folder / f"memory_peak_{kind}.json", peak_result)
-    return {"states": result, "peaks": peak_result}
-
-
-def _write(path: pathlib.Path, result: dict[str, Any]) -> None:
-    records.write(path, result)
-    print(f"written: {path}")
+    result = {**records.header(), "records": {peak_model: peaks}}
+    path = folder / f"memory_peak_{records.name_of_device(result['device'])}.json"
+    records.finish(path, result, peaks_table(peaks))
 
 
 Tables = dict[str, dict[str, dict[str, dict[str, Any]]]]  # by model, b1 and row

@@ -30,10 +30,24 @@ def header() -> dict[str, str]:
     }
 
 
-def write(path: pathlib.Path, record: dict[str, Any], indent: int | None = 1) -> None:
+def write(path: pathlib.Path, record: dict[str, Any]) -> None:
     """Writes a record as JSON, and makes its folder if need be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=indent) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def finish(path: pathlib.Path, record: dict[str, Any], text: str) -> None:
+    """Writes a whole record, and prints its table and where it is."""
+    write(path, record)
+    print(f"{text}\nwritten: {path}")
+
+
+def check_names(argument: str, names: Iterable[str], allowed: Iterable[str]) -> None:
+    """Ends the program if an argument has a name that is not allowed."""
+    allowed = list(allowed)
+    unknown = [name for name in names if name not in allowed]
+    if unknown:
+        raise SystemExit(f"{argument} has {unknown}; allowed: {'; '.join(allowed)}.")
 
 
 def read(path: pathlib.Path) -> Any:

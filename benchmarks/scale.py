@@ -150,7 +150,7 @@ def main(
     optimizers: tuple[str, ...] = tuple(OPTIMIZERS),
     platform: Literal["cpu", "h100", "v5e", "v6e"] = "cpu",
     output: pathlib.Path | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Compiles the steps, prints a table and writes JSON.
 
     Args:
@@ -160,9 +160,7 @@ def main(
       platform: The devices that they are compiled for.
       output: File for the JSON.
     """
-    unknown = [name for name in optimizers if name not in OPTIMIZERS]
-    if unknown:
-        raise SystemExit(f"optimizers has {unknown}; allowed: {', '.join(OPTIMIZERS)}.")
+    records.check_names("optimizers", optimizers, OPTIMIZERS)
     if not meshes or not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", mesh) for mesh in meshes):
         raise SystemExit(f"{meshes=}; allowed: pairs of numbers such as 8x4.")
     if platform in DEVICES and not DEVICES[platform].is_available():
@@ -185,9 +183,7 @@ def main(
         record = record_of(OPTIMIZERS[name](), params, mesh, platform)
         result["records"].setdefault(words, {})[name] = record
         records.write(path, result)
-    print(table(result["records"]))
-    print(f"written: {path}")
-    return result
+    records.finish(path, result, table(result["records"]))
 
 
 def table(of_meshes: dict[str, dict[str, dict[str, Any]]]) -> str:

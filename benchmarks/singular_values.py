@@ -50,7 +50,7 @@ def main(
     layers: int = 2,
     steps: tuple[int, ...] = (10, 50, 200),
     output: pathlib.Path = records.RESULTS / "loss" / "singular_values.json",
-) -> dict[str, Any]:
+) -> None:
     """Prints mean errors by rank, and writes JSON.
 
     Args:
@@ -68,10 +68,7 @@ def main(
         raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
     shapes = {name: list(matrix.shape) for name, matrix in moments[steps[-1]].items()}
     result = {**records.header(), "matrices": shapes, "steps": measure(moments)}
-    records.write(output, result)
-    print(table(result["steps"]))
-    print(f"written: {output}")
-    return result
+    records.finish(output, result, table(result["steps"]))
 
 
 def table(steps: dict[str, Any]) -> str:

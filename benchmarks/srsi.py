@@ -163,7 +163,7 @@ def main(
     ranks: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 256),
     rounds: int = 7,
     output: pathlib.Path | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Measures S-RSI (l = 5, p = 5), prints a table and writes JSON.
 
     Args:
@@ -190,10 +190,7 @@ def main(
         "records": measure(moments, ranks, rounds),
     }
     path = output or RESULTS / f"srsi_{records.name_of_device(result['device'])}.json"
-    records.write(path, result)
-    print(table(result["records"]))
-    print(f"written: {path}")
-    return result
+    records.finish(path, result, table(result["records"]))
 
 
 def table(methods: dict[str, dict[str, float]]) -> str:

@@ -161,7 +161,7 @@ def main(
     length: int = 1024,
     rows: tuple[str, ...] = tuple(ROWS),
     output: pathlib.Path | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Compiles the steps, prints a table and writes JSON.
 
     Args:
@@ -172,9 +172,7 @@ def main(
       rows: Names of `ROWS`.
       output: File for the JSON.
     """
-    unknown = [name for name in rows if name not in ROWS]
-    if unknown:
-        raise SystemExit(f"rows has {unknown}; allowed: {'; '.join(ROWS)}.")
+    records.check_names("rows", rows, ROWS)
     path = output or RESULTS / f"training_{model}_{device}.json"
     result: dict[str, Any] = {**records.header(), "batch": [batch, length], "records": {}}
     if device != "cpu":
@@ -186,9 +184,7 @@ def main(
             record = {"refused": str(error).splitlines()[0][:200]}
         result["records"][name] = record
         records.write(path, result)
-    print(table({device: result["records"]}))
-    print(f"written: {path}")
-    return result
+    records.finish(path, result, table({device: result["records"]}))
 
 
 def table(of_devices: dict[str, dict[str, dict[str, Any]]]) -> str:

@@ -29,7 +29,14 @@ from tqdm import tqdm
 import adapprox_jax
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS
-from benchmarks.inputs import WORDS, gradients_like, is_row, parameter_shapes, random_like, row
+from benchmarks.inputs import (
+    WORDS,
+    check_rows,
+    gradients_like,
+    parameter_shapes,
+    random_like,
+    row,
+)
 from benchmarks.steps import lowered_step, training_step, update_step
 from examples.gpt2.model import CONFIGS, GPT
 
@@ -146,7 +153,7 @@ def main(
     cpu: bool = True,
     profile: pathlib.Path | None = None,
     output: pathlib.Path | None = None,
-) -> dict[str, Any]:
+) -> None:
     """Measures steps, prints a table and writes JSON.
 
     Args:
@@ -163,11 +170,7 @@ def main(
       profile: Folder for a trace of one step of each contender, after all are measured.
       output: File for the JSON.
     """
-    is_known = CONTENDERS.__contains__ if training_step else is_row
-    unknown = [name for name in contenders if not is_known(name)]
-    if unknown:
-        words = "" if training_step else f", with {WORDS} after them"
-        raise SystemExit(f"contenders has {unknown}; allowed: {', '.join(CONTENDERS)}{words}.")
+    check_rows("contenders", contenders, () if training_step else WORDS)
     if min(cycles, steps, batch) < 1:
         raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
     if not cpu and jax.default_backend() == "cpu":
@@ -187,14 +190,11 @@ def main(
     kind = records.name_of_device(result["device"])
     what = "training_step" if training_step else "update_speed"
     path = output or RESULTS / f"{what}_{'_'.join(models)}_{kind}.json"
-    records.write(path, result)
-    print(table(result["records"]))
-    print(f"written: {path}")
+    records.finish(path, result, table(result["records"]))
     if profile is not None:
         for runner in runners:
             with jax.profiler.trace(str(profile / f"{runner.name}, {runner.model}")):
                 runner.cycle(1)
-    return result
 
 
 def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:

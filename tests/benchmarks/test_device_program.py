@@ -71,7 +71,7 @@ def test_layers_are_stacked_and_nothing_else():
 
 
 def test_bad_rows_and_a_missing_compiler_are_named(monkeypatch):
-    with pytest.raises(SystemExit, match=r"rows has \['adam'\]; allowed: adamw, "):
+    with pytest.raises(SystemExit, match=r"rows has \['adam'\]; allowed: adamw; "):
         device_program.main(rows=("adam",))
     missing = device_program.DEVICES["v5e"]._replace(is_available=lambda: False)
     monkeypatch.setitem(device_program.DEVICES, "v5e", missing)

@@ -59,10 +59,9 @@ def test_peaks_of_a_training_step(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory_table, "PEAK_ROWS", rows)
     monkeypatch.setattr(memory_table, "MODELS", ())
     monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], layers=1))
-    result = main(peak=True, peak_model="tiny", batch=2, folder=tmp_path)["peaks"]
+    main(peak=True, peak_model="tiny", batch=2, folder=tmp_path)
     (path,) = tmp_path.glob("memory_peak_*.json")
-    assert json.loads(path.read_text()) == result
-    adamw, adafactor = result["records"]["tiny"].values()
+    adamw, adafactor = json.loads(path.read_text())["records"]["tiny"].values()
     parameters = sum(leaf.size * 4 for leaf in jax.tree.leaves(parameter_shapes("tiny"))) / 2**20
     assert adamw["peak_mib"] > adamw["temporaries_mib"] + 3 * parameters
     assert adafactor["share_of_saving"] > 0.9
