@@ -7,6 +7,7 @@ needs and runs it there. Results go to `results/speed/device_program_<model>_<de
 """
 
 import functools
+import math
 import pathlib
 import time
 from collections.abc import Callable
@@ -58,7 +59,15 @@ _OF_GPUS = {
     **{"kernels": "kernels", "library_calls": "library calls", "branches": "branches"},
     **{"gb_moved": "GB moved", "ms": "roofline ms"},
 }
+
+
+def _mesh_of_cpus(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.sharding.Mesh:
+    kinds = (jax.sharding.AxisType.Auto,) * len(names)
+    return jax.make_mesh(shape, names, kinds, devices=jax.devices()[: math.prod(shape)])
+
+
 DEVICES = {
+    "cpu": Device(lambda: True, _mesh_of_cpus, lambda compiled: {}, {}, ()),
     "h100": Device(h100.is_available, h100.mesh_of_h100s, h100.figures, _OF_GPUS, _ROWS_OF_GPUS),
     **{
         kind: Device(
@@ -68,9 +77,16 @@ DEVICES = {
             _OF_TPUS,
             _ROWS_OF_TPUS,
         )
-        for kind in tpu.CLOCK
+        for kind in ("v5e", "v5p", "v6e")
     },
 }
+
+
+def device_of(name: str) -> Device:
+    """One of `DEVICES`; ends the program if its compiler is missing."""
+    if not DEVICES[name].is_available():
+        raise SystemExit(f"{name}: no compiler is installed here; `make device-program` does it.")
+    return DEVICES[name]
 
 
 def compiled_for(device: Device, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -119,9 +135,7 @@ def main(
       output: File for the JSON.
     """
     check_rows("rows", rows)
-    target = DEVICES[device]
-    if not target.is_available():
-        raise SystemExit(f"{device}: no compiler is installed here; `make device-program` does it.")
+    target = device_of(device)
     shapes = parameter_shapes(model)
     path = output or RESULTS / f"device_program_{model}_{device}.json"
     result = {**records.header(), "device": f"{device}, from its description", "records": {}}

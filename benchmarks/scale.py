@@ -27,7 +27,7 @@ from adapprox_jax.state.report import shaped_nbytes, tree_nbytes
 from benchmarks import records
 from benchmarks.collectives import collectives_of
 from benchmarks.contenders import CONTENDERS
-from benchmarks.device_program import DEVICES
+from benchmarks.device_program import DEVICES, device_of
 from benchmarks.program_counts import count
 from benchmarks.steps import update_step
 
@@ -92,7 +92,7 @@ def parameters(sizes: Llama, mesh: Mesh | Any) -> dict[str, jax.ShapeDtypeStruct
 
 
 def record_of(
-    tx: optax.GradientTransformation, params: Any, mesh: Mesh | Any, platform: str
+    tx: optax.GradientTransformation, params: Any, mesh: Mesh, platform: str
 ) -> dict[str, Any]:
     """Memory, work and communication of a step, on each device of a mesh.
 
@@ -116,7 +116,7 @@ def record_of(
 
     placed = jax.tree.map(lambda x: x.sharding, params)
     start = time.process_time()
-    with jax.set_mesh(mesh) if isinstance(mesh, Mesh) else jax.sharding.use_abstract_mesh(mesh):
+    with jax.set_mesh(mesh):
         compiled = (
             jax.jit(update_step(tx), donate_argnums=(0, 1), out_shardings=(placed, shardings))
             .lower(params, state, params)
@@ -140,7 +140,7 @@ def record_of(
         "mib_moved": {kind: nbytes / records.MIB for kind, nbytes in moved.items()},
         "percent_of_gradients": 100 * sum(moved.values()) / gradients,
         "compile_processor_seconds": seconds,
-        **({"ms": DEVICES[platform].figures(compiled)["ms"]} if platform in DEVICES else {}),
+        **({"ms": DEVICES[platform].figures(compiled)["ms"]} if platform != "cpu" else {}),
     }
 
 
@@ -163,8 +163,7 @@ def main(
     records.check_names("optimizers", optimizers, OPTIMIZERS)
     if not meshes or not all(re.fullmatch(r"[1-9]\d*x[1-9]\d*", mesh) for mesh in meshes):
         raise SystemExit(f"{meshes=}; allowed: pairs of numbers such as 8x4.")
-    if platform in DEVICES and not DEVICES[platform].is_available():
-        raise SystemExit(f"{platform}: no compiler is installed here; `make device-program` does.")
+    device = device_of(platform)
     shapes = {mesh: tuple(map(int, mesh.split("x"))) for mesh in meshes}
     most = max(map(math.prod, shapes.values()))
     if platform == "cpu" and jax.config.jax_num_cpu_devices < most:
@@ -173,12 +172,7 @@ def main(
     path = output or RESULTS / f"{model}_{platform}.json"
     wanted = [(name, mesh) for mesh in meshes for name in optimizers]
     for name, words in tqdm(wanted, unit="program"):
-        if platform == "cpu":
-            devices = jax.devices()[: math.prod(shapes[words])]
-            kinds = (jax.sharding.AxisType.Auto,) * 2
-            mesh = jax.make_mesh(shapes[words], AXES, kinds, devices=devices)
-        else:
-            mesh = DEVICES[platform].mesh(shapes[words], AXES)
+        mesh = device.mesh(shapes[words], AXES)
         params = parameters(LLAMAS[model], mesh)
         record = record_of(OPTIMIZERS[name](), params, mesh, platform)
         result["records"].setdefault(words, {})[name] = record

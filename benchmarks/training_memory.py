@@ -23,10 +23,9 @@ import adapprox_jax
 from adapprox_jax.state.report import tree_nbytes
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS
-from benchmarks.h100 import mesh_of_h100s
-from benchmarks.scale import LLAMAS, Llama, parameters
+from benchmarks.device_program import device_of
+from benchmarks.scale import AXES, LLAMAS, Llama, parameters
 from benchmarks.steps import update_step
-from benchmarks.tpu import mesh_of_tpus
 
 RESULTS = records.RESULTS / "memory"
 _HEAD = 128  # numbers of a head
@@ -146,14 +145,6 @@ def record_of(row: Row, sizes: Llama, batch: tuple[int, int], mesh: Any) -> dict
     }
 
 
-def _mesh_of(device: str) -> Any:
-    if device == "h100":
-        return mesh_of_h100s((1, 1), ("fsdp", "tensor"))
-    if device == "cpu":
-        return jax.make_mesh((1, 1), ("fsdp", "tensor"))
-    return mesh_of_tpus(device, (1, 1), ("fsdp", "tensor"))
-
-
 def main(
     device: Literal["cpu", "h100", "v5e", "v5p"] = "cpu",
     model: Literal["tiny", "160M", "8B"] = "160M",
@@ -177,9 +168,10 @@ def main(
     result: dict[str, Any] = {**records.header(), "batch": [batch, length], "records": {}}
     if device != "cpu":
         result["device"] = f"{device}, from its description"
+    mesh = device_of(device).mesh((1, 1), AXES)
     for name in tqdm(rows, unit="program"):
         try:
-            record = record_of(ROWS[name], LLAMAS[model], (batch, length), _mesh_of(device))
+            record = record_of(ROWS[name], LLAMAS[model], (batch, length), mesh)
         except jax.errors.JaxRuntimeError as error:  # a TPU's compiler refuses what does not fit
             record = {"refused": str(error).splitlines()[0][:200]}
         result["records"][name] = record
