@@ -27,21 +27,29 @@ from examples.gpt2.config import Config
 from examples.gpt2.train import train
 
 RESULTS = records.RESULTS / "speed"
+_STEPS = 100  # updates of the training
 
 
 def second_moments(
-    width: int, layers: int, steps: Sequence[int]
+    width: int, steps: Sequence[int], layers: int = 2
 ) -> dict[int, dict[str, jax.Array]]:
     """Trains a GPT-2 by Adam and returns the exact second moments of its matrices, by path.
 
     Args:
       width: Size of the residual stream.
-      layers: Number of blocks.
       steps: Updates, each of four windows of 128 tokens, after which they are taken; rising.
+      layers: Number of blocks.
 
     Returns:
-      By step, matrices (m, n), m <= n.
+      By step, matrices (m, n), m <= n, worth factoring.
+
+    Raises:
+      SystemExit: If the width or the steps are not as they should be.
     """
+    if width < 512 or width % 64 or steps[0] < 1 or list(steps) != sorted(set(steps)):
+        raise SystemExit(
+            f"{width=}, {steps=}; allowed: width from 512 in steps of 64, steps rising from 1."
+        )
     found: dict[int, dict[str, jax.Array]] = {}
     adam = optax.adamw(optax.warmup_constant_schedule(0.0, 3e-4, 20), b2=0.999)
 
@@ -158,8 +166,6 @@ def measure(
 
 def main(
     width: int = 1024,
-    layers: int = 2,
-    steps: int = 100,
     ranks: tuple[int, ...] = (1, 4, 8, 16, 32, 64, 128, 256),
     rounds: int = 7,
     output: pathlib.Path | None = None,
@@ -168,21 +174,13 @@ def main(
 
     Args:
       width: Width of the model; its largest matrices are width x 4 width.
-      layers: Blocks of the model.
-      steps: Updates of the training.
       ranks: Ranks to factor at, at most `width`.
       rounds: How often each method is timed.
       output: File for the JSON.
     """
-    if width % 64 or min(width, layers, steps, rounds) < 1:
-        raise SystemExit(
-            f"{width=}, {layers=}, {steps=}, {rounds=}; allowed: from 1, width in steps of 64."
-        )
-    if not ranks or not 1 <= min(ranks) <= max(ranks) <= width:
-        raise SystemExit(f"{ranks=}; allowed: integers from 1 to width = {width}.")
-    moments = second_moments(width, layers, [steps])[steps]
-    if not moments:
-        raise SystemExit(f"{width=}; allowed: at least 512, for matrices worth factoring.")
+    if rounds < 1 or not ranks or not 1 <= min(ranks) <= max(ranks) <= width:
+        raise SystemExit(f"{rounds=}, {ranks=}; allowed: from 1, ranks to width = {width}.")
+    moments = second_moments(width, [_STEPS])[_STEPS]
     result = {
         **records.header(),
         "matrices": {name: list(matrix.shape) for name, matrix in moments.items()},

@@ -36,5 +36,5 @@ def test_records_are_of_all_steps_and_matrices(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("arguments", [{"width": 100}, {"steps": (5, 2)}, {"steps": (0, 2)}])
 def test_bad_arguments_are_named(arguments):
-    with pytest.raises(SystemExit, match="allowed: from 1, width in steps of 64, steps rising"):
+    with pytest.raises(SystemExit, match="allowed: width from 512 in steps of 64, steps rising"):
         singular_values.main(**arguments)

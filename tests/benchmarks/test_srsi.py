@@ -39,8 +39,8 @@ def test_second_moments_come_from_a_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(width=100), "width=100, .*; allowed: from 1, width in steps of 64"),
-        (dict(ranks=(0, 2)), r"ranks=\(0, 2\); allowed: integers from 1 to width = 1024"),
+        (dict(width=100, ranks=(1,)), "width=100, .*; allowed: width from 512 in steps of 64"),
+        (dict(ranks=(0, 2)), r"ranks=\(0, 2\); allowed: from 1, ranks to width = 1024"),
     ],
 )
 def test_bad_arguments_are_named(arguments, message):
