@@ -84,9 +84,7 @@ BESIDE: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 # Rows of the peaks. "A quarter" of the smaller side is a fixed rank.
 PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "AdamW": lambda: ROWS["AdamW"](0.9),
-    "Adafactor": lambda: ROWS["Adafactor"](0.9),
-    "CAME": lambda: ROWS["CAME"](0.9),
+    **{name: functools.partial(ROWS[name], 0.9) for name in ("AdamW", "Adafactor", "CAME")},
     **OURS,
     "Adapprox, a quarter": lambda: adapprox_jax.adapprox(RATE, weight_decay=DECAY, max_rank=0.25),
 }
@@ -138,15 +136,6 @@ def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dic
     return {"state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB, **planned}
 
 
-def add_shares(peaks: dict[str, dict[str, float]]) -> None:
-    """Adds to each record but AdamW's how much of its state's saving the peak saves, too."""
-    base = peaks["AdamW"]
-    for name, record in peaks.items():
-        if name != "AdamW":
-            saved = base["state_mib"] - record["state_mib"]
-            record["share_of_saving"] = (base["peak_mib"] - record["peak_mib"]) / saved
-
-
 def main(
     peak: bool = False,
     peak_model: Literal["tiny", "117M", "345M"] = "117M",
@@ -173,7 +162,6 @@ def main(
         return
     bar = tqdm(PEAK_ROWS.items(), unit="contender")
     peaks = {name: peak_record(make(), peak_model, batch) for name, make in bar}
-    add_shares(peaks)
     result = {**records.header(), "records": {peak_model: peaks}}
     path = folder / f"memory_peak_{records.name_of_device(result['device'])}.json"
     records.finish(path, result, peaks_table(peaks))
@@ -204,10 +192,12 @@ def our_table(tables: Tables) -> str:
 
 
 def peaks_table(peaks: dict[str, dict[str, float]]) -> str:
-    """The peak of each optimizer's training step, and what share of the state's saving it has."""
+    """The peak of each optimizer's training step, and how much of its state's saving it saves."""
+    base = peaks["AdamW"]
     rows = []
     for name, one in peaks.items():
-        share = f"{100 * one['share_of_saving']:.1f} %" if "share_of_saving" in one else ""
+        saved, of_state = (base[what] - one[what] for what in ("peak_mib", "state_mib"))
+        share = f"{100 * (saved / of_state):.1f} %" if of_state else ""
         sizes = [f"{one[f'{what}_mib']:.1f}" for what in ("state", "temporaries", "peak")]
         rows.append([name, *sizes, share])
     titles = ["", "state MiB", "temporaries MiB", "peak MiB", "of the state's saving"]
