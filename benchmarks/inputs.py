@@ -68,13 +68,13 @@ def random_like(shapes: Any, seed: int) -> Any:
     return _for_each_leaf(_normal, shapes, seed)
 
 
-def gradients_like(shapes: Any, seed: int, largest_rank: int = 16) -> Any:
-    """Gradients of random sign whose magnitudes have rank 1, 2, ... `largest_rank`, 1, ... by leaf.
+def gradients_like(shapes: Any, seed: int) -> Any:
+    """Gradients of random sign whose magnitudes have rank 1, 2, ... 16, 1, 2, ... by leaf.
 
     A magnitude is a sum of outer products of log-normal vectors. The root of its square, which
     Adapprox factors, has that rank as long as the gradients stay the same.
     """
-    return _for_each_leaf(functools.partial(_of_rank, largest_rank), shapes, seed)
+    return _for_each_leaf(_of_rank, shapes, seed)
 
 
 def _for_each_leaf(make: Callable[..., jax.Array], shapes: Any, seed: int) -> Any:
@@ -90,18 +90,16 @@ def _normal(shape: tuple[int, ...], key: jax.Array, _: jax.Array) -> jax.Array:
     return 0.02 * jax.random.normal(key, shape)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _of_rank(
-    largest_rank: int, shape: tuple[int, ...], key: jax.Array, number: jax.Array
-) -> jax.Array:
-    rank = number % largest_rank + 1
+@functools.partial(jax.jit, static_argnums=0)
+def _of_rank(shape: tuple[int, ...], key: jax.Array, number: jax.Array) -> jax.Array:
+    rank = number % 16 + 1
     sign, *sides = jax.random.split(key, 3)
     magnitude = jnp.ones(())
     if len(shape) >= 2:
         rows, columns = (
-            jnp.exp(2 * jax.random.normal(side, (*shape[:-2], size, largest_rank)))
+            jnp.exp(2 * jax.random.normal(side, (*shape[:-2], size, 16)))
             for side, size in zip(sides, shape[-2:], strict=True)
         )
-        some = jnp.arange(largest_rank) < rank  # not a shape, to compile once for all ranks
+        some = jnp.arange(16) < rank  # not a shape, to compile once for all ranks
         magnitude = jnp.where(some, rows, 0) @ columns.mT / rank
     return 1e-3 * magnitude * jax.random.rademacher(sign, shape, jnp.float32)
