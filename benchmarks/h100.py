@@ -57,7 +57,7 @@ def mesh_of_h100s(shape: tuple[int, ...], names: tuple[str, ...]) -> jax.shardin
 def figures(compiled: Any) -> dict[str, Any]:
     """What one execution of a program does; the longest branch is a step that chooses ranks."""
     text = compiled.as_text()
-    counts, longest = count(text), count(text, branch="longest")
+    counts, longest = count(text), count(text, max)
     return {
         "kernels": counts.kernels,
         "library_calls": counts.library_calls,

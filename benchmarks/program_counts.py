@@ -10,7 +10,8 @@ import collections
 import dataclasses
 import math
 import re
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 # Of an H100, by its data sheet's bandwidth and what was seen on an H200: AdamW reaches 87 % of the
 # bandwidth, a small kernel takes 1.6 us in a graph of kernels, and so do the kernels of a call.
@@ -76,17 +77,14 @@ class Counts:
             setattr(self, field.name, getattr(self, field.name) + more)
 
 
-def count(text: str, branch: Literal["shortest", "longest"] = "shortest") -> Counts:
-    """Counts the work of a program.
+def count(text: str, choose: Callable[..., Any] = min) -> Counts:
+    """Counts the work of one execution of a program.
 
     Args:
       text: Of the optimized program, `compiled.as_text()`.
-      branch: The branch that is taken where there are several, by its time.
-
-    Returns:
-      The counts of one execution.
+      choose: `min` takes the shortest branch where there are several, `max` the longest.
     """
-    return _count(computations_of(text), "ENTRY", min if branch == "shortest" else max)
+    return _count(computations_of(text), "ENTRY", choose)
 
 
 def computations_of(text: str) -> Computations:

@@ -58,7 +58,7 @@ def test_counts_of_a_program():
     assert shortest.nbytes == (32 + 32 + 4) + (2000 + 4000) + 6 * 3 * 1024 + 2 * 1024
     launches = 9 * program_counts.LAUNCH
     assert shortest.seconds == pytest.approx(launches + 3 * program_counts.ROUND_TRIP)
-    longest = program_counts.count(PROGRAM, branch="longest")
+    longest = program_counts.count(PROGRAM, max)
     assert (longest.library_calls, longest.decompositions) == (1, 1)
     assert longest.seconds > shortest.seconds
 
