@@ -75,21 +75,19 @@ def on_separate_matrices(tx: optax.GradientTransformation) -> optax.GradientTran
 
     def apart(tree: Any) -> Any:
         def of_leaf(path: Any, leaf: Any) -> Any:
-            is_fused = "qkv" in map(_name, path) and leaf.ndim == 2
+            names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+            is_fused = "qkv" in names and leaf.ndim == 2
             return dict(zip("qkv", jnp.split(leaf, 3, 1), strict=True)) if is_fused else leaf
 
         return jax.tree_util.tree_map_with_path(of_leaf, tree)
 
-    def together(tree: Any, like: Any) -> Any:
-        def of_leaf(_: Any, found: Any) -> Any:
-            is_apart = isinstance(found, dict)
-            return jnp.concatenate([found[name] for name in "qkv"], 1) if is_apart else found
-
-        return jax.tree.map(of_leaf, like, tree)
+    def together(_: Any, found: Any) -> Any:
+        is_apart = isinstance(found, dict)
+        return jnp.concatenate([found[name] for name in "qkv"], 1) if is_apart else found
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         updates_apart, state = tx.update(apart(updates), state, apart(params))
-        return together(updates_apart, updates), state
+        return jax.tree.map(together, updates, updates_apart), state
 
     return optax.GradientTransformation(lambda params: tx.init(apart(params)), update)
 
@@ -99,10 +97,6 @@ def _hidden_numbers(params: Any) -> Any:
     numbers = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
     hidden = adapprox_jax.hidden_matrices(params)
     return jax.tree.map(lambda is_hidden: numbers if is_hidden else None, hidden)
-
-
-def _name(key: Any) -> str:
-    return str(getattr(key, "key", key))
 
 
 def _adapprox(**settings: Any) -> optax.GradientTransformation:

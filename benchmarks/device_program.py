@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks import h100, records, tpu
 from benchmarks.inputs import check_rows, parameter_shapes, row
-from benchmarks.steps import update_step
+from benchmarks.steps import placed, update_step
 
 RESULTS = records.RESULTS / "speed"
 _ROWS_IN_BFLOAT16 = tuple(
@@ -89,28 +89,13 @@ def device_of(name: str) -> Device:
     return DEVICES[name]
 
 
-def compiled_for(device: Device, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Compiles a function for one device, with all arguments but the last one donated.
-
-    Args:
-      device: One of `DEVICES`.
-      function: Not jitted.
-      arguments: Trees of anything with a shape and a dtype.
-    """
-    sharding = jax.sharding.NamedSharding(device.mesh((1,), ("x",)), jax.sharding.PartitionSpec())
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments
-    )
-    donated = range(len(arguments) - 1)
-    return jax.jit(function, donate_argnums=tuple(donated)).lower(*placed).compile()
-
-
 def record_of(name: str, shapes: Any, device: Device) -> dict[str, Any]:
     """The figures of the update of one row."""
     tx, params = row(name, shapes)
-    state = jax.eval_shape(tx.init, params)
+    params, state = placed((params, jax.eval_shape(tx.init, params)), device.mesh((1,), ("x",)))
     start = time.process_time()
-    compiled = compiled_for(device, update_step(tx), params, state, params)
+    step = jax.jit(update_step(tx), donate_argnums=(0, 1))
+    compiled = step.lower(params, state, params).compile()
     return {
         **device.figures(compiled),
         "temporaries_mib": compiled.memory_analysis().temp_size_in_bytes / records.MIB,
@@ -153,16 +138,12 @@ def table(rows: dict[str, dict[str, Any]], device: str) -> str:
     for name, r in rows.items():
         _, *words = name.split(", ")
         base = rows.get(", ".join(["adamw", *words]))
-        figures = [_text(r[key]) for key in columns]
+        figures = [str(x) if isinstance(x, int) else f"{x:.2f}" for x in map(r.get, columns)]
         figures += [f"{r['ms'] / base['ms']:.2f}" if base else ""]
         figures += [f"{r['ms_of_longest_branch']:.2f}" if r["branches"] else ""]
         seconds = f"{r['compile_processor_seconds']:.0f}"
         cells.append([name, *figures, f"{r['temporaries_mib']:.0f}", seconds])
     return records.table([*titles, "temporaries MiB", "compile, processor s"], cells)
-
-
-def _text(number: float) -> str:
-    return f"{number:.2f}" if isinstance(number, float) else str(number)
 
 
 if __name__ == "__main__":

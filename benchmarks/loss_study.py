@@ -244,12 +244,8 @@ class Study:
     def __init__(self, setting: str, config: Config, folder: pathlib.Path) -> None:
         """Reads the runs that are there."""
         self.setting, self.config, self.folder = setting, config, folder
+        self.file = folder / "runs.jsonl"
         self.rows = loss_tables.read(self.file) if self.file.exists() else []
-
-    @property
-    def file(self) -> pathlib.Path:
-        """The records."""
-        return self.folder / "runs.jsonl"
 
     def losses(self, name: str, rate: float, seeds: Sequence[int]) -> list[float]:
         """The losses of a contender at a rate, from runs that are made now if they are missing."""

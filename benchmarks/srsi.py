@@ -104,13 +104,6 @@ def adafactor(matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
     return rows / jnp.sum(rows), columns.T
 
 
-def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    jax.block_until_ready(function(*arguments))
-    return time.perf_counter() - start
-
-
 def measure(
     moments: dict[str, jax.Array], ranks: tuple[int, ...], rounds: int
 ) -> dict[str, dict[str, Any]]:
@@ -126,10 +119,8 @@ def measure(
     """
     largest = max(moments.values(), key=lambda matrix: matrix.size)
     key = jax.random.key(0)
-    svd, rank_one = (
-        jax.jit(functools.partial(jnp.linalg.svd, full_matrices=False)),
-        jax.jit(adafactor),
-    )
+    svd = jax.jit(functools.partial(jnp.linalg.svd, full_matrices=False))
+    rank_one = jax.jit(adafactor)
     srsi = {
         rank: jax.jit(functools.partial(adapprox_jax.srsi, rank=rank, key=key)) for rank in ranks
     }
@@ -149,9 +140,10 @@ def measure(
     times: dict[str, list[float]] = {name: [] for name in timed}
     for round_ in tqdm(range(rounds + 1), desc="times", unit="round"):
         for name, function in timed.items():
-            spent = seconds(function, largest)
+            start = time.perf_counter()
+            jax.block_until_ready(function(largest))
             if round_:  # the first round compiles
-                times[name].append(spent)
+                times[name].append(time.perf_counter() - start)
     median = {name: statistics.median(spent) for name, spent in times.items()}
     found: dict[str, dict[str, Any]] = {}
     for name, values in errors.items():

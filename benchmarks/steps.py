@@ -44,3 +44,9 @@ def lowered_step(
     """A step over donated parameters and state; they and operands are arrays or shapes."""
     state = jax.eval_shape(tx.init, params)
     return jax.jit(step, donate_argnums=(0, 1), keep_unused=True).lower(params, state, operands)
+
+
+def placed(shapes: Any, mesh: jax.sharding.Mesh) -> Any:
+    """Shapes of arrays that each device of a mesh has as a whole."""
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), shapes)

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from jax.sharding import NamedSharding, PartitionSpec
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
@@ -25,7 +24,7 @@ from benchmarks import records
 from benchmarks.contenders import CONTENDERS
 from benchmarks.device_program import device_of
 from benchmarks.scale import AXES, LLAMAS, Llama, parameters
-from benchmarks.steps import update_step
+from benchmarks.steps import placed, update_step
 
 RESULTS = records.RESULTS / "memory"
 _HEAD = 128  # numbers of a head
@@ -114,18 +113,13 @@ def record_of(row: Row, sizes: Llama, batch: tuple[int, int], mesh: Any) -> dict
       batch: Sequences, and tokens in each.
       mesh: Of one device, with the axes "fsdp" and "tensor".
     """
-    here = NamedSharding(mesh, PartitionSpec())
-
-    def placed(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree)
-
     tx = row.make()
     params = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, row.weights), parameters(sizes, mesh)
     )
-    state = placed(jax.eval_shape(tx.init, params))
-    params = placed(params)
-    tokens = placed(jax.ShapeDtypeStruct((batch[0], batch[1] + 1), jnp.int32))
+    tokens = jax.ShapeDtypeStruct((batch[0], batch[1] + 1), jnp.int32)
+    shapes = params, jax.eval_shape(tx.init, params), tokens
+    params, state, tokens = placed(shapes, mesh)
     gradient = jax.grad(functools.partial(loss, compute=row.compute))
     update = update_step(tx)
 

@@ -124,15 +124,14 @@ def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float)
         else:
             runner.seconds.clear()
     in_turn = [runner for runner in runners if not runner.seconds]
-    bar = tqdm(total=(cycles + 1) * len(in_turn), unit="cycle")
-    for round_ in range(cycles + 1):
-        for runner in in_turn:
-            bar.set_description(f"{runner.name}, {runner.model}")
-            runner.cycle(steps)
-            if round_ == 0:
-                runner.seconds.clear()
-            bar.update()
-    bar.close()
+    bar = tqdm(
+        [(number, runner) for number in range(cycles + 1) for runner in in_turn], unit="cycle"
+    )
+    for number, runner in bar:
+        bar.set_description(f"{runner.name}, {runner.model}")
+        runner.cycle(steps)
+        if number == 0:
+            runner.seconds.clear()
     for runner in runners:
         runner.record["seconds"] = statistics.median(runner.seconds)
         runner.record["seconds_of_cycles"] = runner.seconds
