@@ -310,26 +310,21 @@ def main(
     setting: Literal[*SETTINGS] = "code",  # type: ignore[valid-type]
     seeds: int = 3,
     rates: tuple[float, ...] = (),
-    baseline: str | None = None,
     folder: pathlib.Path = pathlib.Path("runs/loss_study"),
 ) -> None:
     """Trains what is missing, prints a table, and draws loss against bytes of state.
 
     Args:
-      names: Contenders, of the table in this file; ", split" and the like after one are for
-        weights that are kept as `examples.gpt2.train --weights` has them.
+      names: Contenders, of the table in this file, compared with the first one; ", split" and the
+        like after one are for weights that are kept as `examples.gpt2.train --weights` has them.
       setting: The model and the text.
       seeds: How many, from 0.
       rates: Peak rates to try instead of a search.
-      baseline: The contender that others are compared with; none for the first one.
       folder: For the runs, the records and the picture.
     """
     unknown = [name for name in names if _parts_of(name)[0] not in CONTENDERS]
     if unknown or not names:
         raise SystemExit(f"contenders are {list(names)}; allowed: {'; '.join(CONTENDERS)}.")
-    baseline = baseline or names[0]
-    if baseline not in names:
-        raise SystemExit(f"--baseline is {baseline!r}; allowed: {'; '.join(names)}.")
     if seeds < 1 or any(not 0 < rate < math.inf for rate in rates):
         raise SystemExit(f"{seeds=}, {rates=}; allowed: at least 1 seed, and rates above 0.")
 
@@ -349,7 +344,7 @@ def main(
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     results = loss_tables.summarize(study.rows)
-    print(loss_tables.comparison(results, names, baseline, (setting,)))
+    print(loss_tables.comparison(results, names, names[0], (setting,)))
     finite = [name for name in names if math.isfinite(results[setting, name].mean)]
     points = {name: (name, (0.0, 8.0)) for name in finite}
     loss_tables.draw_points(results, points, (setting,), folder / "loss_against_bytes.png")

@@ -142,7 +142,6 @@ def test_a_real_run_is_recorded(tmp_path, monkeypatch):
             r"contenders are \['Lion'\]; allowed: adapprox; adapprox 8 bits",
         ),
         ((), {}, r"contenders are \[\]; allowed: "),
-        (("CAME",), {"baseline": "Muon"}, "--baseline is 'Muon'; allowed: CAME"),
         (("CAME",), {"seeds": 0}, "seeds=0, .*; allowed: at least 1 seed"),
         (("CAME",), {"rates": (0.0,)}, "allowed: at least 1 seed, and rates above 0"),
     ],
