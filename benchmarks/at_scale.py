@@ -107,11 +107,8 @@ def main(
     )
     runs = folder / f"{model}-{steps}-steps-of-{batch_size}-{mebibytes}-MiB-{dtype}"
     study = Study(model, config, runs)
-    try:
-        for name in names:
-            study.losses(name, best["code", name].rate * rate_factor, seeds=(0,))
-    except KeyboardInterrupt as interruption:
-        raise SystemExit(f"{interruption or 'interrupted'}: the same command goes on") from None
+    for name in names:
+        study.losses(name, best["code", name].rate * rate_factor, seeds=(0,))
     results = loss_tables.summarize(study.rows)
     print(loss_tables.comparison(results, names, names[0], (model,)))
     print(f"records: {study.file}")

@@ -249,7 +249,11 @@ class Study:
 
     def losses(self, name: str, rate: float, seeds: Sequence[int]) -> list[float]:
         """The losses of a contender at a rate, from runs that are made now if they are missing."""
-        return [loss_tables.loss_of(self._run(name, rate, seed)) for seed in seeds]
+        try:
+            return [loss_tables.loss_of(self._run(name, rate, seed)) for seed in seeds]
+        except KeyboardInterrupt as interruption:
+            words = f"{interruption or 'interrupted'}: the same command goes on"
+            raise SystemExit(words) from None
 
     def _run(self, name: str, rate: float, seed: int) -> dict[str, Any]:
         for row in self.rows:
@@ -331,16 +335,13 @@ def main(
     def mean(name: str, rate: float) -> float:
         return math.fsum(study.losses(name, rate, range(seeds))) / seeds
 
+    study = Study(setting, SETTINGS[setting], folder)
     try:
-        study = Study(setting, SETTINGS[setting], folder)
         for name in names:
-            if rates:
-                for rate in rates:
-                    mean(name, rate)
-            else:
-                tune(lambda rate, name=name: mean(name, rate), CONTENDERS[_parts_of(name)[0]].rate)
-    except KeyboardInterrupt as interruption:
-        raise SystemExit(f"{interruption or 'interrupted'}: the same command goes on") from None
+            for rate in rates:
+                mean(name, rate)
+            if not rates:
+                tune(functools.partial(mean, name), CONTENDERS[_parts_of(name)[0]].rate)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     results = loss_tables.summarize(study.rows)

@@ -316,8 +316,8 @@ def _read(name: str) -> dict:
 
 def _is_coarse(row: dict) -> bool:
     """Whether a run is one of the first three seeds, at a rate of the grid by factors of 2."""
-    first = _FIRST_RATES.get(row["contender"])
-    ratio = row["settings"]["learning_rate"] / (first or row["settings"]["learning_rate"])
+    rate = row["settings"]["learning_rate"]
+    ratio = rate / _FIRST_RATES.get(row["contender"], rate)
     return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
 
 
