@@ -64,40 +64,28 @@ class Runner:
         self.seconds.append((time.perf_counter() - start) / steps)
 
 
-def update_runner(name: str, model: str) -> Callable[[], Runner]:
-    """The optimizer's step alone: new parameters and state, written over the last ones.
+Parts = tuple[Callable[..., Any], optax.GradientTransformation, Any, Any]
 
-    Args:
-      name: Name of the contender, with `inputs.WORDS` behind it.
-      model: Name of the model.
 
-    Returns:
-      What compiles the step, and may be called in a thread.
-    """
+def update_of(name: str, model: str) -> Parts:
+    """The optimizer's step alone, the optimizer, parameters and gradients."""
     tx, shapes = row(name, parameter_shapes(model))
-    params, grads = random_like(shapes, 0), gradients_like(shapes, 1)
-    return lowered_runner(name, model, tx, params, update_step(tx), grads)
+    return update_step(tx), tx, random_like(shapes, 0), gradients_like(shapes, 1)
 
 
-def training_runner(name: str, model: str, batch: int) -> Callable[[], Runner]:
-    """The whole training step in bfloat16: forward, backward, update."""
+def training_of(name: str, model: str, batch: int) -> Parts:
+    """The whole training step in bfloat16, the optimizer, parameters and tokens."""
     tx = CONTENDERS[name]()
     config = dataclasses.replace(CONFIGS[model], dtype="bfloat16")
     graph, params = nnx.split(GPT(config, rngs=nnx.Rngs(0)))
     shape = (batch, config.context + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, config.vocabulary)
-    return lowered_runner(name, model, tx, params, training_step(graph, tx), tokens)
+    return training_step(graph, tx), tx, params, tokens
 
 
-def lowered_runner(
-    name: str,
-    model: str,
-    tx: optax.GradientTransformation,
-    params: Any,
-    step: Callable[..., Any],
-    operands: Any,
-) -> Callable[[], Runner]:
-    """Lowers a step; what is returned compiles it and records the memory that it plans to use."""
+def lowered_runner(name: str, model: str, parts: Parts) -> Callable[[], Runner]:
+    """Lowers a step; what is returned compiles it, in a thread or not, and records its memory."""
+    step, tx, params, operands = parts
     lowered = lowered_step(step, tx, params, operands)
     state_mib = adapprox_jax.state_nbytes(tx, params) / records.MIB
 
@@ -174,8 +162,12 @@ def main(
         raise SystemExit(f"{cycles=}, {steps=}, {batch=}; allowed: integers of at least 1.")
     if not cpu and jax.default_backend() == "cpu":
         raise SystemExit("--no-cpu needs an accelerator, and JAX sees none here.")
-    make = functools.partial(training_runner, batch=batch) if training_step else update_runner
-    lowered = [make(name, model) for model in models for name in contenders]
+    parts_of = functools.partial(training_of, batch=batch) if training_step else update_of
+    lowered = [
+        lowered_runner(name, model, parts_of(name, model))
+        for model in models
+        for name in contenders
+    ]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as threads:
         runners = list(threads.map(lambda compiled: compiled(), lowered))
     measure(runners, cycles, steps, patience)
