@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
+from tests.common import described
 
 SPECS = {
     "kernel": P("x", "y"),
@@ -85,12 +86,6 @@ def abstract(tree, mesh):
         tree,
         shardings(mesh),
     )
-
-
-def described(value):
-    """Shape, dtype and sharding; an abstract value that is not sharded may have None for it."""
-    spec = tuple(value.sharding.spec) if value.sharding is not None else ()
-    return value.shape, value.dtype, spec if any(spec) else ()
 
 
 def after_an_update(tx, params, state):
