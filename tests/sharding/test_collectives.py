@@ -1,15 +1,14 @@
 """Few bytes between devices: what the compiled text of a step on eight of them says."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from benchmarks.collectives import collectives_of
+from tests.common import abstract, abstract_state, mesh_of, on_one_device, put
 
 SPECS = {
     "rows": P(("x", "y"), None),
@@ -23,33 +22,24 @@ MOST = 1.2 * (M + N) * RANK  # numbers moved a matrix and step
 
 @pytest.fixture
 def mesh():
-    if jax.device_count() < 8:
-        pytest.skip("needs eight devices")
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 4), ("x", "y"))
     with jax.set_mesh(mesh):
         yield mesh
 
 
 def parameters(mesh, names, batch=(), copies=1):
-    return {
-        f"{name} {i}": jax.ShapeDtypeStruct(
-            (*batch, M, N),
-            jnp.float32,
-            sharding=NamedSharding(mesh, P(*(None for _ in batch), *SPECS[name])),
-        )
+    specs = {
+        f"{name} {i}": P(*(None for _ in batch), *SPECS[name])
         for name in names
         for i in range(copies)
     }
+    return abstract(mesh, dict.fromkeys(specs, (*batch, M, N)), specs)
 
 
 def compiled(tx, params):
     """The step of an optimizer, with state and parameters in place."""
     shardings = adapprox_jax.state_shardings(tx, params)
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(tx.init, params),
-        shardings,
-    )
+    state = abstract_state(tx, params, shardings)
     of_params = {name: x.sharding for name, x in params.items()}
 
     def step(params, state, grads):
@@ -96,9 +86,7 @@ def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh, mu_dtype):
 @pytest.mark.parametrize("muon", [False, True], ids=["adapprox", "adapprox_muon"])
 def test_the_mesh_is_known_by_the_arrays(muon):
     """Without `jax.set_mesh` as much is moved as with it."""
-    if jax.device_count() < 8:
-        pytest.skip("needs eight devices")
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 4), ("x", "y"))
     tx = adapprox_jax.adapprox_muon(1e-3) if muon else adapprox_jax.adapprox(1e-3)
     params = parameters(mesh, SPECS)
     alone = of_step(tx, params)
@@ -115,33 +103,23 @@ def test_the_mesh_is_known_by_the_arrays(muon):
 def test_updates_are_those_of_one_device(mesh, settings):
     tx = adapprox_jax.adapprox(1e-2, min_dim_size_to_factor=1, **settings)
     specs = {"a": P("x", "y"), "b": P("y", "x"), "c": P(None, "x", "y"), "d": P("y")}
-    shapes = {"a": (48, 64), "b": (64, 48), "c": (3, 48, 64), "d": (64,)}
+    specs["heads"] = P("x", None, "y")
+    shapes = {"a": (48, 64), "b": (64, 48), "c": (3, 48, 64), "d": (64,), "heads": (64, 4, 16)}
 
-    def values(seed, place):
-        rng = np.random.default_rng(seed)
-        return {
-            name: place(name, rng.normal(size=shape).astype(np.float32))
-            for name, shape in shapes.items()
-        }
+    rng = np.random.default_rng(0)
+    given = [{k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in "123"]
 
-    def two_updates(place, of_state):
-        params = values(0, place)
-        state = of_state(params)
-        update = jax.jit(tx.update)
-        for seed in (1, 2):
-            updates, state = update(values(seed, place), state, params)
+    def two_updates(params, *grads, **keywords):
+        state, update = jax.jit(tx.init, **keywords)(params), jax.jit(tx.update)
+        for grad in grads:
+            updates, state = update(grad, state, params)
         return jax.device_get((updates, state[0].rank))
 
-    def on_mesh(name, value):
-        return jax.device_put(value, NamedSharding(mesh, specs[name]))
-
-    def born(params):
-        return jax.jit(tx.init, out_shardings=adapprox_jax.state_shardings(tx, params))(params)
-
-    actual, ranks = two_updates(on_mesh, born)
-    one = jax.make_mesh((1,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    with jax.set_mesh(one):
-        expected, expected_ranks = two_updates(lambda _, value: value, jax.jit(tx.init))
+    placed = [put(mesh, specs, tree) for tree in given]
+    shardings = adapprox_jax.state_shardings(tx, placed[0])
+    actual, ranks = two_updates(*placed, out_shardings=shardings)
+    with on_one_device():
+        expected, expected_ranks = two_updates(*given)
     for name in shapes:
         np.testing.assert_allclose(actual[name], expected[name], atol=1e-4 * 1e-2, err_msg=name)
     for rank, expected_rank in zip(ranks, expected_ranks, strict=True):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
-from tests.common import described
+from tests.common import abstract, described, mesh_of, on_one_device
 
 SPECS = {
     "kernel": P("x", "y"),
@@ -56,9 +56,7 @@ COMPARED = {
 
 @pytest.fixture
 def mesh():
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
     with jax.set_mesh(mesh):
         yield mesh
 
@@ -80,14 +78,6 @@ def shardings(mesh):
     return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
 
-def abstract(tree, mesh):
-    return jax.tree.map(
-        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-        tree,
-        shardings(mesh),
-    )
-
-
 def after_an_update(tx, params, state):
     """The types of updates and state; tracing tells them, without compiling."""
     return jax.tree.map(described, jax.eval_shape(tx.update, params, state, params))
@@ -103,13 +93,9 @@ def two_updates(tx, place, names):
     return updates, (before, types(state))
 
 
-def one_device():
-    return jax.make_mesh((1,), ("z",), axis_types=(AxisType.Auto,))
-
-
 @functools.cache
-def on_one_device(setting, names):
-    with jax.set_mesh(one_device()):
+def expected_of(setting, names):
+    with on_one_device():
         return jax.device_get(two_updates(OPTIMIZERS[setting], lambda tree: tree, names)[0])
 
 
@@ -130,33 +116,20 @@ def test_updates_are_those_of_one_device(mesh, setting, names):
     updates, (before, after) = two_updates(OPTIMIZERS[setting], sharded, names)
     assert types(updates) == types(sharded({name: values(0)[name] for name in names}))
     assert before == after
-    assert_close(updates, on_one_device(setting, names))
+    assert_close(updates, expected_of(setting, names))
 
 
-@pytest.mark.parametrize("setting", ["fixed", "adaptive"])
+# Ranks that adapt take the way of fixed ones at their second step.
+@pytest.mark.parametrize("setting", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"])
 def test_updates_in_phases_are_those_of_one_device(mesh, setting, in_phases):
     in_phases()
     names = ("kernel", "wide", "layers", "replicated", "bias")
-    with jax.set_mesh(one_device()):
+    with on_one_device():
         expected, _ = two_updates(OPTIMIZERS[setting], lambda tree: tree, names)
     updates, (before, after) = two_updates(OPTIMIZERS[setting], sharded, names)
     assert types(updates) == types(sharded({name: values(0)[name] for name in names}))
     assert before == after
     assert_close(updates, jax.device_get(expected))
-
-
-def test_a_mesh_with_automatic_axes_gives_the_values_of_one_device():
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    some = ("kernel", "heads", "bias")
-
-    def place(tree):
-        return jax.device_put(tree, {name: shardings(mesh)[name] for name in tree})
-
-    updates, _ = two_updates(OPTIMIZERS["adaptive"], place, some)
-    expected = on_one_device("adaptive", COMPARED["adaptive"])
-    assert_close(updates, {name: expected[name] for name in some})
 
 
 def test_without_jit_too(mesh):
@@ -166,7 +139,7 @@ def test_without_jit_too(mesh):
     updates, after = tx.update(params, state, params)
     assert types(after) == types(state)
     assert types(updates) == types(params)
-    with jax.set_mesh(one_device()):
+    with on_one_device():
         alone = jax.device_get(params)
         expected, _ = jax.jit(tx.update)(alone, tx.init(alone), alone)
     assert_close(updates, jax.device_get(expected))
@@ -193,11 +166,11 @@ def test_factors_are_sharded_as_the_axes_that_they_follow(mesh):
     assert spec(state.nu["bias"]) == ("y",)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", ["adaptive", "paper"])  # the others begin alike
 def test_init_of_abstract_values_and_under_jit(mesh, setting):
     tx, params = OPTIMIZERS[setting], sharded(values(0))
     state = tx.init(params)
-    shapes = abstract(values(0), mesh)
+    shapes = abstract(mesh, SHAPES, SPECS)
     assert types(tx.init(shapes)) == types(state)
     assert types(jax.jit(tx.init)(params)) == types(state)
     for init in (jax.eval_shape(tx.init, params), jax.eval_shape(tx.init, shapes)):
@@ -213,9 +186,7 @@ def test_init_of_abstract_values_without_a_mesh():
 
 def test_without_the_mesh_in_context():
     """Arrays know the mesh that they lie on."""
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
     tx, params = OPTIMIZERS["fixed"], jax.device_put(values(0), shardings(mesh))
     state = tx.init(params)
     before = jax.tree.map(described, types((params, state)))
@@ -225,12 +196,13 @@ def test_without_the_mesh_in_context():
     assert types(updates) == types(one)
 
 
-@pytest.mark.parametrize("spec", [P("x", None), P(None, "x"), P("x", "y")], ids=str)
+# Of matrices divided by all axes in `test_collectives`.
+@pytest.mark.parametrize(
+    "spec", [P("x", None), pytest.param(P(None, "x"), marks=pytest.mark.slow)], ids=str
+)
 def test_leaves_sharded_alike_are_not_gathered(spec):
     """Of four layers: no array is gathered, and small sums travel together."""
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 2), ("x", "y"))
     sharding = NamedSharding(mesh, spec)
     tx = adapprox_jax.scale_by_adapprox(max_rank=4)
 
