@@ -1,12 +1,10 @@
 """The error reported is that of the factors, and a rank that rises is followed at once."""
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
 import adapprox_jax
+from tests.common import compiled
 
 SETTINGS = {
     "default": {},
@@ -52,23 +50,20 @@ CASES = [
 ]
 
 
-@functools.cache
-def compiled(name):
-    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
-    return tx, jax.jit(tx.update)
+KINDS = ["rows", "dense", "zero, then rows", "constant, then rows", "rows that grow"]
 
 
 @pytest.mark.parametrize(("way", "name", "shape"), CASES)
-@pytest.mark.parametrize(
-    "kind", ["rows", "dense", "zero, then rows", "constant, then rows", "rows that grow"]
-)
-def test_the_error_is_that_of_the_factors(name, kind, shape, way, request):
-    tx, update = compiled(name)
+def test_the_error_is_that_of_the_factors(name, shape, way, request):
     if way == "accelerator":
         request.getfixturevalue("in_phases")()
-        update = jax.jit(tx.update)
-    grads = gradients(kind, shape)
-    state = tx.init(grads[0])
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
+    for kind in KINDS:
+        check_errors(tx, name, gradients(kind, shape), shape)
+
+
+def check_errors(tx, name, grads, shape):
+    state, update = tx.init(grads[0]), compiled(tx)
     last = np.zeros(shape)
     for grad in grads:
         _, state = update(grad, state)
@@ -94,7 +89,7 @@ def test_a_rank_that_rises_is_followed_whatever_is_drawn(kind, orthogonalization
         adapprox_jax.scale_by_adapprox(orthogonalization=orthogonalization, key=key)
         for key in range(40)
     ]
-    update = jax.jit(makes[0].update)
+    update = compiled(makes[0])
     for tx in makes:
         state = tx.init(grads[0])
         for grad in grads:
