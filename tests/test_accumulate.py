@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from adapprox_jax import accumulate
+from tests.common import mesh_of
 from tests.params.test_named_arrays import AXES, NamedArray
 
 COUNT = 32
@@ -78,10 +78,8 @@ def test_a_value_may_have_numbers_that_are_no_arrays():
 @pytest.mark.parametrize("summed", ["outside", "inside", "of varying weights"])
 def test_under_shard_map(summed, dtype):
     """Values and gradients vary over the devices where the function's do, and else not."""
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
     params, batches = inputs(dtype)
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of((4,), ("data",))
     both = jax.value_and_grad(loss)
     in_specs = P("data") if summed == "of varying weights" else P()
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from benchmarks.collectives import collectives_of
+from tests.common import abstract, abstract_state, mesh_of, on_one_device, put
 
 DEVICES = 8
 SPECS = {
@@ -28,18 +29,9 @@ SPECS = {
 
 @pytest.fixture
 def mesh():
-    if jax.device_count() < DEVICES:
-        pytest.skip("needs eight devices")
-    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of((2, 4), ("x", "y"))
     with jax.set_mesh(mesh):
         yield mesh
-
-
-def abstract(mesh, shapes, specs):
-    return {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
-        for name, shape in shapes.items()
-    }
 
 
 def directions(params):
@@ -83,7 +75,7 @@ def test_few_copies_move_and_nothing_is_done_twice(mesh, in_phases, name):
     program = directions(params)
     moved = copies_moved(collectives_of(program.as_text()), params)
     assert moved <= (COPIES[name] + 2 * 4) / 3 + SMALL
-    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+    with on_one_device():
         alone = directions({k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()})
     flops = [one.cost_analysis()["flops"] for one in (program, alone)]
     assert flops[0] <= 1.25 * flops[1] / DEVICES
@@ -106,7 +98,7 @@ def test_few_matrices_of_several_leaves_are_worked_on_at_once(mesh, in_phases):
     params = abstract(
         mesh, dict.fromkeys("abcd", (2, 64, 128)), dict.fromkeys("abcd", P(None, "x"))
     )
-    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+    with on_one_device():
         alone = directions({"a": jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)})
     flops = [one.cost_analysis()["flops"] for one in (directions(params), alone)]
     assert flops[0] <= 1.5 * flops[1]
@@ -118,11 +110,7 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
     tx = adapprox_jax.adapprox_muon(1e-3)
     params = abstract(mesh, {"up": (8, 128, 512)}, {"up": P(None, "x", "y")})
     shardings = adapprox_jax.state_shardings(tx, params)
-    state = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        jax.eval_shape(tx.init, params),
-        shardings,
-    )
+    state = abstract_state(tx, params, shardings)
     placed = (jax.tree.map(lambda x: x.sharding, params), shardings)
     program = jax.jit(tx.update, out_shardings=placed).lower(params, state, params).compile()
     found = collectives_of(program.as_text())
@@ -171,9 +159,8 @@ def test_directions_are_those_of_one_device(mesh, request, way):
     values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
     tx = adapprox_jax.orthogonalize()
     update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
-    placed = {k: jax.device_put(x, NamedSharding(mesh, specs[k])) for k, x in values.items()}
-    actual = update(placed)
-    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+    actual = update(put(mesh, specs, values))
+    with on_one_device():
         expected = update(values)
     for name in shapes:
         if way == "on CPUs":
@@ -198,31 +185,25 @@ def test_steps_are_those_of_one_device(mesh, settings):
     specs = {"up": P(None, "x", "y"), "down": P(None, "y", "x"), "embedding": P("y", "x")}
     specs["bias"] = P()
 
-    def values(seed, place):
-        rng = np.random.default_rng(seed)
-        return {k: place(k, rng.normal(size=s).astype(np.float32)) for k, s in shapes.items()}
+    rng = np.random.default_rng(0)
+    given = [{k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in "1234"]
 
-    def steps(place, of_state):
-        params = values(0, place)
-        state = of_state(params)
+    def steps(params, *all_grads, **keywords):
+        state = jax.jit(tx.init, **keywords)(params)
 
         @jax.jit
         def step(params, state, grads):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        for seed in (1, 2, 3):
-            params, state = step(params, state, values(seed, place))
+        for grads in all_grads:
+            params, state = step(params, state, grads)
         return jax.device_get(params)
 
-    actual = steps(
-        lambda name, x: jax.device_put(x, NamedSharding(mesh, specs[name])),
-        lambda params: jax.jit(tx.init, out_shardings=adapprox_jax.state_shardings(tx, params))(
-            params
-        ),
-    )
-    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
-        expected = steps(lambda _, x: x, jax.jit(tx.init))
+    placed = [put(mesh, specs, tree) for tree in given]
+    actual = steps(*placed, out_shardings=adapprox_jax.state_shardings(tx, placed[0]))
+    with on_one_device():
+        expected = steps(*given)
     for name in shapes:
         np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, err_msg=name)
 
@@ -237,7 +218,7 @@ def test_vmapped_and_differentiated_on_a_mesh(mesh):
 
     placed = jax.device_put(value, NamedSharding(mesh, P(None, None, "x", "y")))
     actual = [jax.jit(jax.vmap(total))(placed), jax.jit(jax.grad(total))(placed[0])]
-    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+    with on_one_device():
         expected = [jax.jit(jax.vmap(total))(value), jax.jit(jax.grad(total))(value[0])]
     for x, y in zip(actual, expected, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * float(np.max(np.abs(y))))
@@ -245,8 +226,6 @@ def test_vmapped_and_differentiated_on_a_mesh(mesh):
 
 def test_heads_that_an_axis_divides_in_part():
     """Two heads over eight devices: no names of axes say how the compiler divides them."""
-    if jax.device_count() < DEVICES:
-        pytest.skip("needs eight devices")
     value = np.random.default_rng(0).normal(size=(16, 2, 8)).astype(np.float32)
     inputs = np.ones((4, 16), np.float32)
     tx = adapprox_jax.orthogonalize(
@@ -265,15 +244,14 @@ def test_heads_that_an_axis_divides_in_part():
 
     results = []
     for devices in (1, DEVICES):
-        axes = jax.make_mesh((devices,), ("x",), (AxisType.Auto,), devices=jax.devices()[:devices])
-        with jax.set_mesh(axes):
+        with jax.set_mesh(mesh_of((devices,), ("x",))):
             results.append(np.asarray(jax.jit(step)(value, inputs)))
     # All rows are alike: of rank one, so that rounding decides nothing but its direction's signs.
     np.testing.assert_allclose(*results, atol=1e-4)
 
 
 def test_explicit_axes(mesh):
-    explicit = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    explicit = mesh_of((2, 4), ("x", "y"), AxisType.Explicit)
     value = np.random.default_rng(0).normal(size=(4, 16, 32)).astype(np.float32)
     tx = adapprox_jax.orthogonalize()
     update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
@@ -283,6 +261,6 @@ def test_explicit_axes(mesh):
         actual = update(placed)
         assert actual.sharding.spec == P(None, "x", "y")
     assert {one.kind for one in collectives_of(program.as_text())} <= {"all-to-all", "all-reduce"}
-    with jax.set_mesh(jax.make_mesh((1,), ("z",), devices=jax.devices()[:1])):
+    with on_one_device():
         np.testing.assert_allclose(actual, update(value), atol=1e-4)
     assert math.prod(explicit.axis_sizes) == DEVICES

@@ -10,6 +10,8 @@ from jax.sharding import PartitionSpec as P
 import adapprox_jax
 from adapprox_jax import state_shardings
 from adapprox_jax.state.report import shaped_nbytes
+from tests import common
+from tests.common import mesh_of
 
 SHAPES = {
     "kernel": ((256, 512), P("x", "y")),
@@ -22,24 +24,14 @@ SHAPES = {
 }
 
 
-def mesh_of(kind):
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    return jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
-
-
 @pytest.fixture
 def mesh():
-    return mesh_of(AxisType.Auto)
+    return mesh_of((2, 2), ("x", "y"))
 
 
 def abstract(mesh, names=tuple(SHAPES)):
-    return {
-        name: jax.ShapeDtypeStruct(
-            SHAPES[name][0], jnp.float32, sharding=NamedSharding(mesh, SHAPES[name][1])
-        )
-        for name in names
-    }
+    shapes, specs = ({name: SHAPES[name][i] for name in names} for i in (0, 1))
+    return common.abstract(mesh, shapes, specs)
 
 
 def specs(shardings):
@@ -76,7 +68,7 @@ EXPECTED_U = {
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_factors_lie_as_the_sides_that_they_belong_to(kind):
-    mesh = mesh_of(kind)
+    mesh = mesh_of((2, 2), ("x", "y"), kind)
     shardings = state_shardings(adapprox_jax.adapprox(1e-3, mu_dtype="int8"), abstract(mesh))
     state, average = specs(shardings[0]), specs(shardings[1])
     assert state.q == EXPECTED_Q
@@ -255,7 +247,7 @@ def test_what_tells_no_mesh_is_refused(mesh):
     tx, shape = adapprox_jax.adapprox(1e-3), (256, 512)
     with pytest.raises(ValueError, match=r"params lie on no mesh; allowed: parameters with Named"):
         state_shardings(tx, {"kernel": jnp.ones(shape)})
-    other = jax.make_mesh((4,), ("z",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    other = mesh_of((4,), ("z",))
     two = {
         "a": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("x"))),
         "b": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(other, P("z"))),
