@@ -1,5 +1,6 @@
 """Weights of 16 bits with remainders: as float32, under every wrapper, on meshes, in Flax."""
 
+import functools
 import math
 import re
 
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from adapprox_jax import SplitWeightsState, join_weights, split, split_weights
+from tests.common import described, mesh_of, put
 from tests.linalg.test_tiles import of_newer_compilers
 from tests.params.test_named_arrays import AXES, NamedArray, is_named
 
@@ -28,6 +30,9 @@ OPTIMIZERS = {
     "injected": lambda: optax.inject_hyperparams(optax.adam)(lambda step: 1e-3),
 }
 
+SIMPLE = ("adamw", "muon", "if finite", "injected")
+slow = pytest.mark.slow
+
 
 def weights(seed=0):
     rng = np.random.default_rng(seed)
@@ -40,6 +45,7 @@ def gradients(steps):
     return [jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights(t + 1)) for t in range(steps)]
 
 
+@functools.cache
 def stepping(tx):
     @jax.jit
     def step(params, state, grads):
@@ -66,9 +72,11 @@ def wide(tx):
 @pytest.mark.parametrize(
     ("name", "half"),
     [
-        *((name, jnp.bfloat16) for name in OPTIMIZERS),
+        *((name, jnp.bfloat16) for name in ("sgd", "schedule-free", "adapprox")),
         ("sgd", jnp.float16),
-        ("adapprox", jnp.float16),
+        # What the wrapped optimizer is does not matter, but for the weights that some look at.
+        *(pytest.param(name, jnp.bfloat16, marks=slow) for name in SIMPLE),
+        pytest.param("adapprox", jnp.float16, marks=slow),
     ],
 )
 def test_32_bits_are_float32_and_24_are_close(name, half):
@@ -131,21 +139,21 @@ def test_where_another_weight_is_reached_the_remainder_leads_towards_what_was_me
     assert np.all((np.abs(after - meant) < np.abs(reached - meant))[missed])
 
 
-@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-40, 0.0, -0.0])
-def test_weights_at_the_ends_of_the_range(value):
-    tx = split_weights(optax.sgd(1.0))
-    params, state = split(tx, jnp.array([value, 1.0], jnp.float32))
+def test_weights_at_the_ends_of_the_range():
+    values = np.float32([np.inf, -np.inf, np.nan, 3.4e38, -3.4e38, 1e-40, 0.0, -0.0, 1.0])
+    tx, zeros = split_weights(optax.sgd(1.0)), jnp.zeros(9, jnp.bfloat16)
+    params, state = split(tx, jnp.asarray(values))
     for _ in range(3):
-        params, state = stepping(tx)(params, state, jnp.zeros(2, jnp.bfloat16))
+        params, state = stepping(tx)(params, state, zeros)
     joined = join_weights(params, state)
     # bfloat16's largest number and a remainder are within 1/256 of float32's.
-    np.testing.assert_allclose(joined[0], value, rtol=2.0**-8, atol=2.0**-126)
-    assert joined[1] == 1
+    np.testing.assert_allclose(joined, values, rtol=2.0**-8, atol=2.0**-126)
+    assert joined[-1] == 1
     # A weight that becomes no number stays none, and its neighbour goes on.
-    params, state = stepping(tx)(params, state, jnp.array([np.nan, 0.5], jnp.bfloat16))
-    params, state = stepping(tx)(params, state, jnp.zeros(2, jnp.bfloat16))
-    assert np.isnan(join_weights(params, state)[0])
-    assert params[1] == 0.5
+    params, state = stepping(tx)(params, state, jnp.full(9, np.nan, jnp.bfloat16).at[-1].set(0.5))
+    params, state = stepping(tx)(params, state, zeros)
+    assert np.all(np.isnan(join_weights(params, state)[:-1]))
+    assert params[-1] == 0.5
 
 
 def test_slow_changes_are_kept():
@@ -220,9 +228,7 @@ def test_under_wrappers(name):
 
 
 def test_explicit_axes_of_a_mesh_that_is_not_in_use():
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
     placed = {"w": jax.device_put(weights()["stack"], NamedSharding(mesh, P(None, "x", "y")))}
     tx = split_weights(adapprox_jax.adapprox(1e-3))
     params, state = jax.jit(lambda params: split(tx, params))(placed)
@@ -230,14 +236,15 @@ def test_explicit_axes_of_a_mesh_that_is_not_in_use():
     assert updates["w"].sharding.spec == P(None, "x", "y")
 
 
-@pytest.mark.parametrize("shape", [(0,), (0, 4, 3), (5, 0), (1, 1)])
-def test_leaves_with_few_weights_or_none(shape):
+@pytest.mark.parametrize("shapes", [[(0,)], [(0, 4, 3), (5, 0), (1, 1)]])
+def test_leaves_with_few_weights_or_none(shapes):
     tx = split_weights(adapprox_jax.adapprox_muon(0.5))
-    params, state = split(tx, {"w": jnp.ones(shape)})
+    params, state = split(tx, [jnp.ones(shape) for shape in shapes])
     for update in (tx.update, jax.jit(tx.update)):
         updates, _ = update(params, state, params)
-        assert updates["w"].shape == shape
-        assert bool((optax.apply_updates(params, updates)["w"] < 1).all())
+        assert [x.shape for x in updates] == shapes
+        for x in optax.apply_updates(params, updates):
+            assert bool((x < 1).all())
 
 
 def test_around_multi_steps():
@@ -271,7 +278,7 @@ def test_reports_maps_and_conversions():
     np.testing.assert_array_equal(
         state.remainder["kernel"], split(tx, start)[1].remainder["kernel"]
     )
-    run(tx, params, state, 1)
+    jax.eval_shape(tx.update, params, state, params)
     wider = adapprox_jax.resize(state, 12)
     assert isinstance(wider, SplitWeightsState)
 
@@ -282,26 +289,22 @@ def test_named_axes():
         for leaf, axes in AXES.items()
     }
     tx = split_weights(adapprox_jax.adapprox(1e-2))
-    params, state = jax.jit(lambda x: split(tx, x))(arrays)
-    grads = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arrays)
-    updates, state = jax.jit(tx.update)(grads, state, params)
+    params, state = jax.eval_shape(lambda x: split(tx, x), arrays)
+    updates, state = jax.eval_shape(tx.update, params, state, params)
     for leaf, axes in AXES.items():
         assert updates[leaf].axes == state.remainder[leaf].axes == params[leaf].axes == axes
-    joined = join_weights(params, state)
+    joined = jax.eval_shape(join_weights, params, state)
     assert all(x.array.dtype == jnp.float32 for x in jax.tree.leaves(joined, is_leaf=is_named))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_remainders_lie_as_the_weights(kind):
-    if jax.device_count() < 4:
-        pytest.skip("needs four devices")
-    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2, devices=jax.devices()[:4])
+    mesh = mesh_of((2, 2), ("x", "y"), kind)
     specs = {"kernel": P("x", "y"), "stack": P(None, "y", "x"), "bias": P("y"), "scalar": P()}
     start = weights()
     tx = split_weights(adapprox_jax.adapprox(1e-3))
-    alone = join_weights(*run(tx, *split(tx, start), 3))
     with jax.set_mesh(mesh):
-        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in start.items()}
+        placed = put(mesh, specs, start)
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), placed)
         shardings = adapprox_jax.state_shardings(tx, params)
         assert {n: x.spec for n, x in shardings.remainder.items()} == specs
@@ -309,7 +312,12 @@ def test_remainders_lie_as_the_weights(kind):
             lambda x: split(tx, x),
             out_shardings=(jax.tree.map(lambda x: x.sharding, params), shardings),
         )(placed)
+        if kind == AxisType.Explicit:  # there they are types, which tracing tells
+            ends = jax.eval_shape(stepping(tx), params, state, params)
+            assert jax.tree.map(described, ends) == jax.tree.map(described, (params, state))
+            return
         together = join_weights(*run(tx, params, state, 3))
+    alone = join_weights(*run(tx, *split(tx, start), 3))
     for name, x in together.items():
         np.testing.assert_allclose(x, alone[name], rtol=1e-3, atol=1e-4)
 
@@ -342,9 +350,10 @@ def test_nnx_and_linen():
     params, state = split(tx, boxed)
     assert state.remainder["kernel"].names == ("x", "y")
     train = TrainState.create(apply_fn=None, params=params, tx=tx).replace(opt_state=state)
-    train = jax.jit(lambda t: t.apply_gradients(grads=t.params))(train)
+    train = jax.eval_shape(lambda t: t.apply_gradients(grads=t.params), train)
     assert train.params["kernel"].names == ("x", "y")
-    assert join_weights(train.params, train.opt_state)["kernel"].value.dtype == jnp.float32
+    joined = jax.eval_shape(join_weights, train.params, train.opt_state)
+    assert joined["kernel"].value.dtype == jnp.float32
 
 
 HALF = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -425,10 +434,6 @@ BAD = {
         lambda: updated(split_weights(SGD), HALF, grads={"w": jnp.ones((1, 3))}),
         r"the gradient has shape \(1, 3\); expected \(3,\)",
     ),
-    "joined twice": (
-        lambda: join_weights(WIDE, split_weights(SGD).init(HALF)),
-        "type float32; expected bfloat16",
-    ),
 }
 
 
@@ -448,14 +453,13 @@ def test_integer_weights():
 def test_a_checkpoint_keeps_every_bit(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     tx = split_weights(adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4"))
-    params, state = run(tx, *split(tx, weights()), 2)
+    saved = run(tx, *split(tx, weights()), 2)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", (params, state))
+        checkpointer.save(tmp_path / "step", saved)
         checkpointer.wait_until_finished()
-        back = checkpointer.restore(tmp_path / "step", (params, state))
-    for a, b in zip(
-        jax.tree.leaves(run(tx, params, state, 2)), jax.tree.leaves(run(tx, *back, 2)), strict=True
-    ):
+        back = checkpointer.restore(tmp_path / "step", saved)
+    for a, b in zip(jax.tree.leaves(saved), jax.tree.leaves(back), strict=True):
+        assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
 
 
