@@ -62,9 +62,9 @@ def train_nnx(model, steps=3):
 
 
 def train_arrays(params, loss, steps=3):
-    state = TX.init(params)
+    state, grad, update = TX.init(params), jax.jit(jax.grad(loss)), jax.jit(TX.update)
     for _ in range(steps):
-        updates, state = jax.jit(TX.update)(jax.jit(jax.grad(loss))(params), state, params)
+        updates, state = update(grad(params), state, params)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -91,7 +91,7 @@ def test_nnx_optimizer_with_metadata_trains_as_without():
     assert_close(nnx.to_pure_dict(nnx.state(named)), expected)
 
 
-@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("steps", [0, 1])
 def test_nnx_metadata_describes_the_factors(steps):
     with auto_mesh():
         model = NnxModel(True, nnx.Rngs(0))
@@ -105,7 +105,7 @@ def test_nnx_metadata_describes_the_factors(steps):
 
 def test_nnx_report_names_the_parameters():
     model = NnxModel(False, nnx.Rngs(0))
-    optimizer = train_nnx(model)
+    optimizer = train_nnx(model, 0)
     report = adapprox_jax.rank_report(optimizer.opt_state, nnx.state(model, nnx.Param))
     assert set(report) == {"['a']['kernel']", "['b']['kernel']"}
     assert report["['a']['kernel']"].capacity == 2
@@ -238,7 +238,7 @@ def test_a_sharding_for_the_state_alone():
     model = NnxModel(False, nnx.Rngs(0))
     model.a.kernel = nnx.Param(model.a.kernel[...], optimizer_sharding=("x", "y"))
     with auto_mesh():
-        optimizer = train_nnx(model)
+        optimizer = train_nnx(model, 1)
     for field, names in FACTORED.items():
         variable = getattr(optimizer.opt_state[0], field)["a"]["kernel"]
         assert variable.get_metadata()["out_sharding"] == names
@@ -262,7 +262,7 @@ def test_state_shardings_take_the_sharding_for_the_state():
 
 RATE = optax.linear_schedule(1e-2, 0.0, 10)
 INJECT = {"hyperparam_dtype": jnp.float32}
-OF_ANY_TYPE = {
+SKIPPED = {
     "schedule": adapprox_jax.adapprox(RATE, b2=adapprox_jax.increasing_decay(), mu_dtype="int4"),
     "adaptive": adapprox_jax.adapprox(
         1e-2, initial_rank=1, min_dim_size_to_factor=1, factor_dtype=jnp.bfloat16
@@ -274,39 +274,33 @@ OF_ANY_TYPE = {
     "injected muon": optax.inject_hyperparams(
         adapprox_jax.adapprox_muon, static_args=adapprox_jax.MUON_STATIC_ARGS, **INJECT
     )(RATE, mu_dtype="int8", min_dim_size_to_factor=1),
-}
-OF_HALF = {
     "split": adapprox_jax.split_weights(adapprox_jax.adapprox(RATE)),
     "rounded by chance": adapprox_jax.stochastic_rounding(adapprox_jax.adapprox_muon(RATE)),
 }
 
 
-@pytest.mark.parametrize(
-    ("tx", "dtype"),
-    [
-        *((tx, dtype) for tx in OF_ANY_TYPE.values() for dtype in ("float32", "bfloat16")),
-        *((tx, "bfloat16") for tx in OF_HALF.values()),
-    ],
-)
-def test_an_update_may_be_skipped(tx, dtype):
+@pytest.mark.parametrize("name", SKIPPED)
+def test_an_update_may_be_skipped(name):
     """The branches of a cond must have the same types: an update changes none of its state."""
     model = NnxModel(False, nnx.Rngs(0))
-    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model, nnx.Param)))
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    optimizer = nnx.Optimizer(model, SKIPPED[name], wrt=nnx.Param)
 
     def update(model, optimizer, grads):
         optimizer.update(model, grads)
 
-    @nnx.jit
     def step(model, optimizer, skip):
-        loss = lambda model: jnp.mean((model(INPUTS.astype(dtype)) - 1) ** 2)  # noqa: E731
+        loss = lambda model: jnp.mean((model(INPUTS.astype(jnp.bfloat16)) - 1) ** 2)  # noqa: E731
         grads = nnx.grad(loss)(model)
         nnx.cond(skip, lambda *_: None, update, model, optimizer, grads)
 
-    before = list(map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer)))))
-    kernel = np.asarray(model.a.kernel, np.float32)
-    step(model, optimizer, True)
-    after = jax.tree.leaves(nnx.state((model, optimizer)))
-    jax.tree.map(np.testing.assert_array_equal, after, before)
-    step(model, optimizer, False)
-    assert np.any(np.asarray(model.a.kernel, np.float32) != kernel)
+    nnx.eval_shape(step, model, optimizer, jnp.asarray(True))
+    if name == "adaptive":
+        before = list(map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer)))))
+        kernel = np.asarray(model.a.kernel, np.float32)
+        step = nnx.jit(step)
+        step(model, optimizer, True)
+        after = jax.tree.leaves(nnx.state((model, optimizer)))
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+        step(model, optimizer, False)
+        assert np.any(np.asarray(model.a.kernel, np.float32) != kernel)
