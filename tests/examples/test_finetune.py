@@ -17,6 +17,7 @@ from examples.finetune.checkpoint import read_checkpoint
 from examples.gpt2 import train as pretraining
 from examples.gpt2.command import InputError
 from examples.gpt2.model import GPT, loss
+from tests.examples.small import error_line, rows_of
 from tests.examples.task_files import FORMS, GOOD, NAMES, NOUNS, TOWNS, write_glue, write_squad
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "data" / "gpt2_transformers"
@@ -47,13 +48,9 @@ def arguments(work, task, name, *extra):
     return list(map(str, ["--task", task, *places, "--cache", work / "cache", *options, *extra]))
 
 
-def rows_of(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def assert_refused(capsys, options, *words):
     assert train.main(options) == 2
-    [line] = capsys.readouterr().err.strip().splitlines()
+    line = error_line(capsys)
     for word in words:
         assert word in line
 
@@ -190,6 +187,7 @@ def of_split_weights(work):
     return work / "split"
 
 
+@pytest.mark.slow
 def test_split_weights_are_read_whole(of_split_weights):
     model, _ = read_checkpoint(of_split_weights)
     kernel = model.tokens.embedding[...]

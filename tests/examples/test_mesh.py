@@ -1,9 +1,7 @@
 """A training on eight devices, of one process and of two, ends as one on a single device."""
 
 import contextlib
-import json
 import os
-import pathlib
 import shutil
 import signal
 import socket
@@ -25,9 +23,8 @@ from examples.gpt2 import optimizers, train
 from examples.gpt2.command import InputError
 from examples.gpt2.config import Config, mesh_sizes, resolve
 from examples.gpt2.mesh import make_mesh
-from tests.examples.small import arguments
+from tests.examples.small import ROOT, arguments, error_line, rows_of
 
-ROOT = pathlib.Path(__file__).parents[2]
 ALL_AXES = ("--mesh", "data=2,fsdp=2,tensor=2")
 # Sums over devices are taken in another order: some last bits of numbers of up to 6, and what six
 # steps of Adam make of them.
@@ -40,8 +37,7 @@ def small(work, name, *extra):
 
 
 def losses(out):
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    return [row.get("loss", row.get("validation_loss")) for row in rows]
+    return [row.get("loss", row.get("validation_loss")) for row in rows_of(out)]
 
 
 def parameters(out, step=6):
@@ -86,24 +82,16 @@ def free_port():
 
 
 @contextlib.contextmanager
-def two_processes(*command, port=None, of_second=()):
+def two_processes(*command, of_second=()):
     """Starts both, with four devices each; none is left at the end."""
     environment = {**os.environ, "JAX_NUM_CPU_DEVICES": "4", "JAX_PLATFORMS": "cpu"}
-    port = port or free_port()
+    port = free_port()
     started = [
         subprocess.Popen(
             [
-                sys.executable,
-                "-m",
-                "examples.gpt2.train",
-                *command,
-                "--processes.coordinator",
-                f"127.0.0.1:{port}",
-                "--processes.count",
-                "2",
-                "--processes.index",
-                str(index),
-                *(of_second if index else ()),
+                *(sys.executable, "-m", "examples.gpt2.train", *command),
+                *("--processes.coordinator", f"127.0.0.1:{port}", "--processes.count", "2"),
+                *("--processes.index", str(index), *(of_second if index else ())),
             ],
             cwd=ROOT,
             env=environment,
@@ -145,6 +133,7 @@ def test_no_device_holds_all(work, capsys):
     assert each < whole / 2  # of so small a model biases are a large part
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(work, on_eight):
     first, second = run_in_two_processes(*small(work, "two", *ALL_AXES))
     assert (first[2], second[2]) == (0, 0), first[1] + second[1]
@@ -284,11 +273,6 @@ def test_parts_of_batches_and_buffers_that_grow(work):
     np.testing.assert_allclose(
         losses(work / "grows"), losses(work / "grows-divided"), atol=TOLERANCE
     )
-
-
-def error_line(capsys):
-    [line] = capsys.readouterr().err.strip().splitlines()
-    return line
 
 
 @pytest.mark.parametrize(

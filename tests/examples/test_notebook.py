@@ -4,6 +4,8 @@ import json
 import pathlib
 import re
 
+import pytest
+
 from tests.programs import output_of
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -12,6 +14,7 @@ CODE = [cell for cell in CELLS if cell["cell_type"] == "code"]
 OUTPUTS = [output for cell in CODE for output in cell["outputs"]]
 
 
+@pytest.mark.slow  # what it calls is tested by itself
 def test_runs_and_prints_what_is_stored(tmp_path):
     code = "\n\n".join("".join(cell["source"]) for cell in CODE)
     printed = output_of(code, tmp_path, MPLBACKEND="agg")
