@@ -328,20 +328,3 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
     best = np.sqrt(np.cumsum(np.linalg.svd(image, compute_uv=False)[::-1] ** 2)[::-1])
     best = np.sqrt(np.append(best[1:], 0) ** 2 + float(residual)) / np.linalg.norm(matrix)
     np.testing.assert_allclose(true[seen], best[seen], rtol=1e-3, atol=2.0**-23)
-
-
-@pytest.mark.parametrize(
-    ("keywords", "message"),
-    [
-        ({"rank": 0}, "rank is 0; allowed: an integer from 1 to 4"),
-        ({"rank": 5}, "rank is 5; allowed"),
-        ({"power_iterations": 0}, "power_iterations is 0; allowed: an integer of at least 1"),
-        ({"oversampling": -1}, "oversampling is -1; allowed"),
-        ({"orthogonalization": "svd"}, "orthogonalization is 'svd'; allowed: 'qr', 'cholesky'"),
-        ({"matrix": jnp.ones(4)}, "matrix is of type float32 and shape .*; allowed: an array"),
-    ],
-)
-def test_bad_arguments_are_named(keywords, message):
-    arguments = {"matrix": jnp.ones((4, 6)), "rank": 2, "key": jax.random.key(0), **keywords}
-    with pytest.raises(ValueError, match=message):
-        adapprox_jax.srsi(**arguments)

@@ -171,12 +171,6 @@ def test_5_first_update_is_thirty_times_too_large_without_correction():
         np.testing.assert_allclose(np.abs(updates), size, rtol=1e-3)
 
 
-def test_5_neither_clip_nor_correction_is_an_error():
-    with pytest.raises(ValueError, match="clipping_threshold is None and bias_correction is False"):
-        adapprox_jax.adapprox(1e-3, clipping_threshold=None)
-    adapprox_jax.adapprox(1e-3, clipping_threshold=None, bias_correction=True)
-
-
 # 6. Zero gradients, and gradients whose squares overflow or vanish.
 
 
