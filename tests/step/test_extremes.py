@@ -127,22 +127,11 @@ def test_a_nan_in_one_leaf_stays_there():
         spoiled["a"][0, 0] = bad
         updates, state = update(spoiled, tx.init(params))
         assert np.any(np.isnan(updates["a"]))
+        np.testing.assert_array_equal(state.q["a"], tx.init(params).q["a"])
         for name in "bc":
             np.testing.assert_array_equal(updates[name], expected[name])
             np.testing.assert_array_equal(state.q[name], expected_state.q[name])
             np.testing.assert_array_equal(state.u[name], expected_state.u[name])
-
-
-def test_clipping_scales_down_to_its_threshold():
-    """Not to 1: a threshold d gives an update whose root mean square is d."""
-    leaf = gradient(0) * 100
-    for threshold in (0.25, 1.0, 3.0):
-        tx = adapprox_jax.clip_by_matrix_rms(threshold)
-        clipped, _ = tx.update(leaf, tx.init(leaf))
-        np.testing.assert_allclose(np.sqrt(np.mean(np.square(clipped))), threshold, rtol=1e-5)
-        small = leaf / np.sqrt(np.mean(leaf**2)) * np.float32(threshold / 2)
-        clipped, _ = tx.update(small, tx.init(leaf))
-        np.testing.assert_array_equal(clipped, small)
 
 
 @pytest.mark.parametrize(
@@ -155,10 +144,9 @@ def test_clipping_scales_down_to_its_threshold():
     ],
     ids=["adapprox", "adapprox of V itself", "adapprox_muon", "adapprox_muon with factors"],
 )
-@pytest.mark.parametrize("sizes", [(0, 1e36, 0), (1, 1e18, 1e36), (1e22, 1, 1)], ids=str)
 @pytest.mark.parametrize("accelerator", [False, True])
 def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(
-    optimizer, sizes, accelerator, request
+    optimizer, accelerator, request
 ):
     """As long as none is much more than 1e18 times as large as all before it (`scale_of`).
 
@@ -168,13 +156,15 @@ def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(
         request.getfixturevalue("in_phases")()
     tx = optimizer(1e-2, max_rank=4, min_dim_size_to_factor=8)
     params = {"kernel": SCALES, "small": SCALES[:4, :4], "bias": SCALES[0]}
-    state, update = tx.init(params), jax.jit(tx.update)
-    for seed, size in enumerate(sizes):
-        unit = gradient(seed) / np.max(np.abs(gradient(seed))) * np.float32(size)
-        grads = {"kernel": unit, "small": unit[:4, :4], "bias": unit[0]}
-        updates, state = update(grads, state, params)
-        for leaf in jax.tree.leaves((updates, state)):
-            assert np.all(np.isfinite(np.asarray(leaf, np.float64)))
+    update = jax.jit(tx.update)
+    for sizes in ((0, 1e36, 0), (1, 1e18, 1e36), (1e22, 1, 1)):
+        state = tx.init(params)
+        for seed, size in enumerate(sizes):
+            unit = gradient(seed) / np.max(np.abs(gradient(seed))) * np.float32(size)
+            grads = {"kernel": unit, "small": unit[:4, :4], "bias": unit[0]}
+            updates, state = update(grads, state, params)
+            for leaf in jax.tree.leaves((updates, state)):
+                assert np.all(np.isfinite(np.asarray(leaf, np.float64))), sizes
 
 
 @pytest.mark.parametrize("way", ["CPU", pytest.param("accelerator", marks=pytest.mark.slow)])
@@ -192,17 +182,27 @@ def test_a_step_out_of_range_leaves_large_factors_as_they_were(approximate, shap
         assert all(np.all(np.isfinite(x)) for x in (state.q, state.u, *state.error, *state.drift))
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu", "tpu"])
+MISSED = {
+    "default": {},
+    "moment": dict(approximate="moment"),
+    "qr": dict(orthogonalization="qr"),
+    "adaptive": dict(initial_rank=1),
+}
+
+
 @pytest.mark.parametrize(
-    "settings",
-    [{}, dict(approximate="moment"), dict(orthogonalization="qr"), dict(initial_rank=1)],
-    ids=["default", "moment", "qr", "adaptive"],
+    ("kind", "name"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.slow] * (kind == "tpu" and name != "default"))
+        for kind in ("cpu", "gpu", "tpu")
+        for name in MISSED
+    ],
 )
-def test_entries_that_the_last_factors_miss_are_followed(settings, kind, in_phases):
+def test_entries_that_the_last_factors_miss_are_followed(name, kind, in_phases):
     """Even where rows and columns of the new entry were zero before, and the buffers are full."""
     if kind != "cpu":
         in_phases(kind)
-    tx = adapprox_jax.scale_by_adapprox(0.9, min_dim_size_to_factor=1, max_rank=2, **settings)
+    tx = adapprox_jax.scale_by_adapprox(0.9, min_dim_size_to_factor=1, max_rank=2, **MISSED[name])
     before, after = np.zeros((2, 5, 9), np.float32)
     before[1, 2] = before[2, 3] = 1e-6
     after[3, 4] = 1e-6

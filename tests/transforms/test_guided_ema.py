@@ -103,10 +103,11 @@ def test_guidance_does_not_depend_on_the_size_of_updates():
         np.testing.assert_allclose(actual * 1e25, expected, rtol=1e-4)
 
 
-def test_clip_is_that_of_optax_on_whole_leaves():
+@pytest.mark.parametrize("threshold", [0.25, 1.0, 3.0])
+def test_clip_is_that_of_optax_on_whole_leaves(threshold):
     tree = {"matrix": 3 * updates()[0], "vector": jnp.arange(4.0), "scalar": jnp.asarray(7.0)}
-    actual, _ = adapprox_jax.clip_by_matrix_rms(1.0).update(tree, optax.EmptyState())
-    expected, _ = optax.clip_by_block_rms(1.0).update(tree, optax.EmptyState())
+    actual, _ = adapprox_jax.clip_by_matrix_rms(threshold).update(tree, optax.EmptyState())
+    expected, _ = optax.clip_by_block_rms(threshold).update(tree, optax.EmptyState())
     for name in tree:
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-6)
 
