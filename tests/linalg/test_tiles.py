@@ -166,4 +166,4 @@ def test_averages_in_codes_are_decoded_one_leaf_after_the_other():
         )
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries(16) <= temporaries(4) + 2 * 256 * 512 * 4
+    assert temporaries(8) <= temporaries(2) + 2 * 256 * 512 * 4

@@ -16,6 +16,11 @@ SETTINGS = {
     "4 bits": dict(max_rank=4, mu_dtype=jnp.int4),
 }
 
+# Between two choices a rank that adapts takes the way of a fixed one.
+each_rank = pytest.mark.parametrize(
+    "name", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"]
+)
+
 
 def compilations(function):
     """How many programs XLA compiles while a function runs."""
@@ -62,7 +67,7 @@ def lowered(settings, shape=(70, 90)):
     return jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).as_text()
 
 
-@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+@each_rank
 def test_without_eps_root_no_matrix_is_squared_and_rooted_once_more(name):
     """One root of a matrix in the whole program for a CPU, of an adaptive rank too."""
 
@@ -76,7 +81,7 @@ def test_without_eps_root_no_matrix_is_squared_and_rooted_once_more(name):
     assert roots({**SETTINGS[name], "eps_root": 1e-8}) == 2
 
 
-@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+@each_rank
 def test_random_starts_are_worked_out_once_on_cpus_however_many_leaves(name):
     """XLA would work Gaussian columns out anew in the kernel of each leaf that reads them."""
 
@@ -106,7 +111,7 @@ def after_two_steps(tx, scale, weights):
     return jnp.sum((weights + updates) ** 2 * scale)
 
 
-@pytest.mark.parametrize("name", ["fixed", "adaptive"])
+@each_rank
 def test_an_update_can_be_differentiated(name):
     with jax.enable_x64(True):
         tx = adapprox_jax.adapprox(1e-1, min_dim_size_to_factor=1, **SETTINGS[name])
