@@ -39,7 +39,8 @@ REWRITTEN = [
     "test_gradient_accumulation",
 ]
 
-# Of the adaptive rank: what tests beside this suite prove on smaller programs is slow here.
+# Of the adaptive rank: what tests beside this suite prove on smaller programs is slow here, as are
+# other types than float32, which tests/step/test_numbers.py traces.
 PROVEN_ELSEWHERE = {
     "test_optimizers_accept_extra_args",  # in tests/test_composition.py
     "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",  # there too
@@ -128,10 +129,11 @@ def adapprox(monkeypatch):
 def cases():
     """The contracts whose problem can be set, with settings and the types asked for."""
     for contract, setting in itertools.product(ON_A_SETUP, SETTINGS):
-        is_slow = setting == "paper" or (setting == "adaptive" and contract in PROVEN_ELSEWHERE)
         for dtype in PARAMETERS[contract].get("dtype", [None]):
             parameters = {name: values[0] for name, values in PARAMETERS[contract].items()}
             parameters |= {"dtype": dtype} if dtype else {}
+            proven = contract in PROVEN_ELSEWHERE or dtype not in (None, jnp.float32)
+            is_slow = setting == "paper" or (setting == "adaptive" and proven)
             given = SETTINGS[setting]
             if contract == OF_TWO_PROGRAMS:
                 given = {**given, "nesterov": False}
@@ -192,7 +194,8 @@ def test_converges_in_a_curved_valley(settings, shape, steps, adapprox, monkeypa
     run_convergence(monkeypatch, SETTINGS[settings], rosenbrock(*shape), steps)
 
 
-@fixed_setting  # of the adaptive rank in tests/test_composition.py
+@slow  # tests/test_composition.py has both kinds of rank
+@each_setting
 def test_can_be_wrapped_in_inject_hyperparams(settings, adapprox):
     """Injected hyperparameters give the updates and the state of plain ones."""
     params, grads = params_and_gradients("float32")

@@ -15,6 +15,7 @@ from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.step import platform
 from adapprox_jax.transforms.orthogonalize import _batches
 from tests import reference, reference_muon
+from tests.common import run
 from tests.step.test_phases import branches, gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
@@ -23,16 +24,6 @@ SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,
 def at_once(entries):
     """A CPU that works on so many entries of directions at once."""
     return dataclasses.replace(platform.CPU, directions_at_once=entries)
-
-
-def run(tx, grads, params=None):
-    """All updates and the last state."""
-    params = params or jax.tree.map(np.ones_like, grads[0])
-    state, update, all_updates = tx.init(params), jax.jit(tx.update), []
-    for grad in grads:
-        updates, state = update(grad, state, params)
-        all_updates.append(updates)
-    return all_updates, state
 
 
 # ----------------------------------------------------------------------------- orthogonalization

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import adapprox_jax
+from tests.common import run
 
 PARAMS = {"w": jnp.array([[2.0, -2.0, 2.0], [-2.0, 0.0, 2.0]]), "b": jnp.array([4.0, -4.0])}
 UPDATES = {"w": jnp.array([[1.0, -1.0, -1.0], [1.0, 1.0, 0.0]]), "b": jnp.array([1.0, 1.0])}
@@ -65,8 +66,9 @@ def test_in_the_optimizers_it_takes_the_place_of_the_plain_decay(make):
     np.testing.assert_allclose(cautious, jnp.where(agree, plain, without), rtol=1e-6)
 
 
-@pytest.mark.parametrize("cautious", [False, True])
-@pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
+@pytest.mark.parametrize(
+    ("make", "cautious"), [(adapprox_jax.adapprox, False), (adapprox_jax.adapprox_muon, True)]
+)
 def test_a_schedule_of_the_decay_is_followed(make, cautious):
     """As `optax.adamw` follows one: the first update takes what it gives for 0."""
     params = {"mlp": jnp.ones((64, 80))}
@@ -74,11 +76,7 @@ def test_a_schedule_of_the_decay_is_followed(make, cautious):
 
     def updates_with(decay):
         tx = make(1.0, weight_decay=decay, cautious_weight_decay=cautious)
-        state, results = tx.init(params), []
-        for _ in range(3):
-            update, state = jax.jit(tx.update)(grads, state, params)
-            results.append(update["mlp"])
-        return results
+        return [x["mlp"] for x in run(tx, [grads] * 3, params)[0]]
 
     scheduled = updates_with(optax.linear_schedule(0.5, 0.0, 2))
     for actual, decay, step in zip(scheduled, (0.5, 0.25, 0.0), range(3), strict=True):
