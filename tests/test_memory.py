@@ -187,17 +187,7 @@ def test_the_table_says_what_fits(capsys):
     )
     assert head.split()[:5] == ["GB", "weights", "gradients", "state", "sum"]
     assert [row[: row.index("  ")] for row in rows[: len(OPTIMIZERS)]] == list(OPTIMIZERS)
-    assert rows[0].split() == [
-        "AdamW",
-        "16.06",
-        "16.06",
-        "32.12",
-        "64.24",
-        "4.00",
-        "bytes",
-        "80,",
-        "95",
-    ]
+    assert " ".join(rows[0].split()) == "AdamW 16.06 16.06 32.12 64.24 4.00 bytes 80, 95"
     assert len({len(row) for row in (head, *rows[: len(OPTIMIZERS)])}) == 1
     assert "Activations are not counted" in rows[len(OPTIMIZERS) + 1]
 
@@ -237,18 +227,8 @@ def refused(capsys, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (
-            ["gpt3"],
-            [
-                "'gpt3' is neither a known model nor a path",
-                "allowed: gpt2, gpt2-medium",
-                ".safetensors",
-            ],
-        ),
-        (
-            ["missing/model.safetensors"],
-            ["'missing/model.safetensors' is neither a known model nor a path"],
-        ),
+        (["gpt3"], ["'gpt3' is neither a known model nor", "allowed: gpt2, gpt2-medium"]),
+        (["missing/model.safetensors"], ["'missing/model.safetensors' is neither"]),
         ([str(TREES[0].parent)], [f"{str(TREES[0].parent)!r} holds no weights"]),
         (["gpt2", "--mesh", "8"], ["--mesh", "'8'", "fsdp=8,tensor=2"]),
         (["gpt2", "--mesh", "fsdp=0"], ["'fsdp=0'"]),
