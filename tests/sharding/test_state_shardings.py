@@ -254,5 +254,11 @@ def test_what_tells_no_mesh_is_refused(mesh):
     }
     with pytest.raises(ValueError, match=r"params lie on Mesh.* and Mesh.*; allowed: parameters"):
         state_shardings(tx, two)
+    devices = jax.devices()[:4]  # of two meshes that are one in the abstract
+    for name, some in ("a", devices), ("b", devices[::-1]):
+        other = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2, devices=some)
+        two[name] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(other, P("x")))
+    with pytest.raises(ValueError, match=r"params lie on Mesh.* and Mesh.*; allowed: parameters"):
+        state_shardings(tx, two)
     with pytest.raises(ValueError, match="tx"):
         state_shardings(two, tx)
