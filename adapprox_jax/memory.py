@@ -45,7 +45,8 @@ _SPLIT = "split"  # bfloat16 with remainders in the state
 def _muon() -> optax.GradientTransformation:
     def numbers(params: optax.Params) -> Any:
         hidden = hidden_matrices(params)
-        return jax.tree.map(lambda x: optax.contrib.MuonDimensionNumbers() if x else None, hidden)
+        last = optax.contrib.MuonDimensionNumbers(reduction_axis=-2, output_axis=-1)
+        return jax.tree.map(lambda x: last if x else None, hidden)
 
     return optax.contrib.muon(_RATE, muon_weight_dimension_numbers=numbers)
 
