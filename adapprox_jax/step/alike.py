@@ -7,6 +7,7 @@ separate kernel. So places are numbers that it does not know.
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,16 +16,14 @@ import numpy as np
 
 from adapprox_jax.sharding.axes import explicit_sharding
 from adapprox_jax.step.platform import Platform, on_platform
+from adapprox_jax.step.xla_order import materialize
 
 SMALL = 10**5  # numbers of an array that may be copied
 MANY = 8  # fewer take no longer one by one
+_MOST_GROWTH = 1.5  # of a side, by zeros
 
 
-def alike(
-    trees: Sequence[Any],
-    kinds: Sequence[Hashable],
-    about: Callable[[tuple[int, ...]], Hashable] = tuple,
-) -> list[list[int]]:
+def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
     """Groups trees of arrays of the same shapes, types and kind. Large ones and few are alone.
 
     So is each on a mesh in use, even of one device, and each with an explicit sharding: arrays of
@@ -33,25 +32,20 @@ def alike(
     Args:
       trees: The first array of each tells whether it is large.
       kinds: What else must be equal, or None for a tree that is to be alone.
-      about: From a shape to what must be equal of it.
 
     Returns:
       The places of the members of each group.
     """
     groups: dict[Any, list[int]] = {}
-    on_mesh = not jax.sharding.get_abstract_mesh().empty
     for i, (tree, kind) in enumerate(zip(trees, kinds, strict=True)):
-        arrays = jax.tree.leaves(tree)
-        key = kind, tuple((about(x.shape), x.dtype) for x in arrays)
-        sharded = on_mesh or any(explicit_sharding(x) is not None for x in arrays)
-        alone = sharded or kind is None or arrays[0].size > SMALL
-        groups.setdefault(i if alone else key, []).append(i)
+        key = _key(tree, kind)
+        groups.setdefault(i if key is None else (key, _sizes(tree)), []).append(i)
     parts = ([group] if len(group) >= MANY else [[i] for i in group] for group in groups.values())
     return [part for several in parts for part in several]
 
 
 def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
-    """Trees that are alone become alike, if there are many of about their shapes.
+    """Trees become alike, if there are many of nearly the same shapes.
 
     Args:
       trees: As in `alike`. What is done with them must not depend on zeros after the last numbers
@@ -61,25 +55,48 @@ def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
     Returns:
       The trees, some with such zeros. `cut` takes these away.
     """
+    groups: list[tuple[Any, tuple[int, ...], list[int]]] = []
+    sizes = [_sizes(tree) for tree in trees]
+    for i in sorted(range(len(trees)), key=sizes.__getitem__):
+        key = _key(trees[i], kinds[i])
+        if key is None:
+            continue
+        for of_group, smallest, members in groups:
+            pairs = zip(smallest, sizes[i], strict=False)
+            if key == of_group and all(m <= n <= _MOST_GROWTH * m for m, n in pairs):
+                members.append(i)
+                break
+        else:
+            groups.append((key, sizes[i], [i]))
     results = list(trees)
-    alone = [group[0] for group in alike(trees, kinds) if len(group) == 1]
-    few, of_kinds = ([x[i] for i in alone] for x in (trees, kinds))
-    for group in alike(few, of_kinds, _about):
-        members = [few[i] for i in group]
-        shapes = jax.tree.map(lambda *x: np.max([y.shape for y in x], axis=0), *members)
-        if len(group) > 1 and math.prod(jax.tree.leaves(shapes)[0]) <= SMALL:
-            for i in group:
-                results[alone[i]] = jax.tree.map(_with_zeros, few[i], shapes)
+    for _, _, members in groups:
+        shapes = jax.tree.map(
+            lambda *x: np.max([y.shape for y in x], axis=0), *(trees[i] for i in members)
+        )
+        if len(members) >= MANY and math.prod(jax.tree.leaves(shapes)[0]) <= SMALL:
+            for i in members:
+                results[i] = jax.tree.map(_with_zeros, trees[i], shapes)
     return results
 
 
-def _about(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Each size rounded up to two significant binary digits: 1, 2, 3, 4, 6, 8, 12, 16, ..."""
-    shifts = [max(n.bit_length() - 2, 0) for n in shape]
-    return tuple(-(-n >> shift << shift) for n, shift in zip(shape, shifts, strict=True))
+def _key(tree: Any, kind: Hashable) -> Hashable:
+    """What trees that are alike have in common besides sizes; None for one that is to be alone."""
+    arrays = jax.tree.leaves(tree)
+    sharded = any(explicit_sharding(x) is not None for x in arrays)
+    if kind is None or sharded or arrays[0].size > SMALL:
+        return None
+    if not jax.sharding.get_abstract_mesh().empty:
+        return None
+    return kind, tuple((x.ndim, x.dtype) for x in arrays)
+
+
+def _sizes(tree: Any) -> tuple[int, ...]:
+    return tuple(n for array in jax.tree.leaves(tree) for n in array.shape)
 
 
 def _with_zeros(array: jax.Array, shape: np.ndarray) -> jax.Array:
+    if tuple(shape) == array.shape:
+        return array
     missing = [(0, int(n - m), 0) for m, n in zip(array.shape, shape, strict=True)]
     return jax.lax.pad(array, jnp.zeros((), array.dtype), missing)
 
@@ -140,19 +157,28 @@ def places_within(groups: Sequence[Sequence[int]], trees: Sequence[Any]) -> list
         return []
     array = jax.tree.leaves(trees[largest[0]])[0]
     first = array[(0,) * array.ndim].astype(jnp.float32)
-    one = jnp.clip(jax.lax.bitcast_convert_type(first, jnp.int32), 1, 1).astype(jnp.float32)
-    number = jnp.stack([one - 1, one])[None]
-    add_one = np.array([[1, 0], [1, 1]], np.float32)
-    places = []
+    # XLA works a number out anew in each kernel that reads it, but neither a root nor a quotient.
+    one = jnp.sqrt(
+        jnp.clip(jax.lax.bitcast_convert_type(first, jnp.int32), 1, 1).astype(jnp.float32)
+    )
+    places, place = [], one - 1
     for _ in largest:
-        places.append(number[0, 0].astype(jnp.int32))
-        number = number @ add_one  # a sum would be worked out anew in each kernel that reads it
+        places.append(place.astype(jnp.int32))
+        place = (place + 1) / one
     return places
 
 
 def unstacked(tree: Any, places: Sequence[jax.Array]) -> list[Any]:
     """What is at some places of the first axis of all arrays."""
-    return [
-        jax.tree.map(lambda x, p=place: jax.lax.dynamic_index_in_dim(x, p, keepdims=False), tree)
-        for place in places
-    ]
+
+    def at(place: jax.Array, array: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(
+            array, place, keepdims=False, allow_negative_indices=False
+        )
+
+    tree = jax.tree.map(_once, tree)
+    return [jax.tree.map(partial(at, place), tree) for place in places]
+
+
+def _once(array: jax.Array) -> jax.Array:
+    return materialize(array) if jnp.issubdtype(array.dtype, jnp.floating) else array

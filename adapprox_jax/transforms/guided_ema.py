@@ -358,12 +358,11 @@ def guidance_scale(
       max_scale: Cap of the factor.
 
     Returns:
-      The factor, with axes of size 1 where a matrix lies. 1 where update or average is zero.
+      The factor, with axes of size 1 where a matrix lies. 1 where the cosine is 0, as of zeros.
     """
     update = update.astype(average.dtype)
     product = of_norm_one(update, axes) * of_norm_one(average, axes)
     cosine = jnp.sum(product, axis=axes, keepdims=True)
     # The bound also covers cosines that rounding takes past 1.
     scale = 1 / jnp.maximum(1 - cosine + eps, 1 / max_scale)
-    idle = ~jnp.any(update != 0, axis=axes, keepdims=True)
-    return jnp.where(idle | ~jnp.any(average != 0, axis=axes, keepdims=True), 1, scale)
+    return jnp.where(cosine == 0, 1, scale)

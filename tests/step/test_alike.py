@@ -176,6 +176,28 @@ def test_leaves_that_zeros_would_make_large_stay_as_they_are():
     assert [x.shape for x in padded(arrays, [()] * 8)] == shapes
 
 
+def test_no_side_grows_by_more_than_half():
+    sides = [*range(64, 64 + MANY), *range(97, 97 + MANY), 200]
+    shapes = [x.shape for x in padded([jnp.zeros((n, 80)) for n in sides], [()] * len(sides))]
+    assert shapes == [(71, 80)] * MANY + [(104, 80)] * MANY + [(200, 80)]
+
+
+@pytest.mark.parametrize("changes", [dict(approximate="moment"), dict(mu_dtype="int4")])
+def test_each_leaf_adds_little_to_compile(changes):
+    """No products, and few instructions: results of all are not worked out anew for each."""
+
+    def compiled_for(count):
+        params = {f"w{i}": jax.ShapeDtypeStruct((72, 80), jnp.float32) for i in range(count)}
+        tx = adapprox_jax.adapprox(0.1, max_rank=4, **changes)
+        state = jax.eval_shape(tx.init, params)
+        text = jax.jit(tx.update).lower(params, state, params).compile().as_text()
+        return text.count(" = "), text.count(" dot(")
+
+    (instructions, products), (more, as_many) = (compiled_for(MANY + n) for n in (0, 8))
+    assert products == as_many
+    assert more - instructions <= 8 * 280  # 210; 370 and 740 where they are
+
+
 def test_unstacked():
     array = jnp.arange(36.0).reshape(9, 2, 2).at[0, 0, 0].set(jnp.nan)
     assert places_within([[0]], [array]) == []  # nothing is taken apart
