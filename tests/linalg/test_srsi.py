@@ -101,6 +101,20 @@ def test_u_is_the_projection():
     np.testing.assert_allclose(u, matrix.T @ np.asarray(q), atol=1e-5)
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_there_are_as_many_iterations_as_asked(iterations):
+    """A spectrum so flat that each of them turns the basis."""
+    matrix = with_spectrum(0.95 ** np.arange(12.0), (16, 12))
+    u = np.asarray(jax.random.normal(jax.random.key(0), (3, 12))).T
+    for _ in range(iterations):
+        basis = np.linalg.qr(matrix @ u)[0]
+        u = matrix.T @ basis
+    q, _ = adapprox_jax.srsi(
+        matrix.astype(np.float32), 3, 0, power_iterations=iterations, oversampling=0
+    )
+    np.testing.assert_allclose(q @ q.T, basis @ basis.T, atol=1e-5)
+
+
 def test_columns_stand_in_order_of_their_singular_values():
     singular_values = 0.7 ** np.arange(12.0)
     matrix = with_spectrum(singular_values, (16, 12)).astype(np.float32)

@@ -36,6 +36,16 @@ def in_tiles(monkeypatch):
     return switch
 
 
+def test_results_of_the_shape_of_the_first_array_are_kept_apart():
+    array = np.arange(24.0, dtype=np.float32).reshape(6, 4)
+    twice, negative, total = tiles.in_tiles(
+        lambda x, factor: (factor * x, -x, jnp.sum(x)), 3, array, np.float32(2)
+    )
+    np.testing.assert_array_equal(twice, 2 * array)
+    np.testing.assert_array_equal(negative, -array)
+    np.testing.assert_array_equal(total, np.sum(array))
+
+
 def three_updates(shape, settings, dtype=jnp.float32):
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
     state = tx.init(np.zeros(shape, np.float32))
