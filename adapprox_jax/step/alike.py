@@ -82,10 +82,9 @@ def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
 def _key(tree: Any, kind: Hashable) -> Hashable:
     """What trees that are alike have in common besides sizes; None for one that is to be alone."""
     arrays = jax.tree.leaves(tree)
-    sharded = any(explicit_sharding(x) is not None for x in arrays)
-    if kind is None or sharded or arrays[0].size > SMALL:
-        return None
-    if not jax.sharding.get_abstract_mesh().empty:
+    on_mesh = not jax.sharding.get_abstract_mesh().empty
+    sharded = on_mesh or any(explicit_sharding(x) is not None for x in arrays)
+    if sharded or kind is None or arrays[0].size > SMALL:
         return None
     return kind, tuple((x.ndim, x.dtype) for x in arrays)
 
