@@ -55,26 +55,25 @@ def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
     Returns:
       The trees, some with such zeros. `cut` takes these away.
     """
-    groups: list[tuple[Any, tuple[int, ...], list[int]]] = []
     sizes = [_sizes(tree) for tree in trees]
+    groups: dict[Hashable, list[list[int]]] = {}
     for i in sorted(range(len(trees)), key=sizes.__getitem__):
         key = _key(trees[i], kinds[i])
         if key is None:
             continue
-        for of_group, smallest, members in groups:
-            pairs = zip(smallest, sizes[i], strict=False)
-            if key == of_group and all(m <= n <= _MOST_GROWTH * m for m, n in pairs):
-                members.append(i)
+        for group in groups.setdefault(key, []):
+            smallest = zip(sizes[group[0]], sizes[i], strict=True)
+            if all(m <= n <= _MOST_GROWTH * m for m, n in smallest):
+                group.append(i)
                 break
         else:
-            groups.append((key, sizes[i], [i]))
+            groups[key].append([i])
     results = list(trees)
-    for _, _, members in groups:
-        shapes = jax.tree.map(
-            lambda *x: np.max([y.shape for y in x], axis=0), *(trees[i] for i in members)
-        )
-        if len(members) >= MANY and math.prod(jax.tree.leaves(shapes)[0]) <= SMALL:
-            for i in members:
+    for group in (group for of_key in groups.values() for group in of_key):
+        members = [trees[i] for i in group]
+        shapes = jax.tree.map(lambda *x: np.max([y.shape for y in x], axis=0), *members)
+        if len(group) >= MANY and math.prod(jax.tree.leaves(shapes)[0]) <= SMALL:
+            for i in group:
                 results[i] = jax.tree.map(_with_zeros, trees[i], shapes)
     return results
 
@@ -169,15 +168,9 @@ def places_within(groups: Sequence[Sequence[int]], trees: Sequence[Any]) -> list
 
 def unstacked(tree: Any, places: Sequence[jax.Array]) -> list[Any]:
     """What is at some places of the first axis of all arrays."""
-
-    def at(place: jax.Array, array: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(
-            array, place, keepdims=False, allow_negative_indices=False
-        )
-
-    tree = jax.tree.map(_once, tree)
-    return [jax.tree.map(partial(at, place), tree) for place in places]
-
-
-def _once(array: jax.Array) -> jax.Array:
-    return materialize(array) if jnp.issubdtype(array.dtype, jnp.floating) else array
+    # In memory: a kernel that cuts one out of an elementwise array works it out anew.
+    tree = jax.tree.map(
+        lambda x: materialize(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
+    )
+    take = partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+    return [jax.tree.map(lambda x, p=place: take(x, p), tree) for place in places]

@@ -139,7 +139,8 @@ def _of_stacks(
                 longest = max(stacks[i].shape[1] // of[0], stacks[i].shape[2] // of[1])
                 scale: float | jax.Array = math.sqrt(longest)
                 if platform.leaf_after_leaf and devices_in_use() == 1 and len(some) < MANY:
-                    # XLA makes a whole array of a number that it knows, long before.
+                    # XLA makes a whole array of a number that it knows, long before. To wait costs
+                    # a kernel for each leaf, so not where many small ones share theirs.
                     scale = begin_after(platform, first_two(x), jnp.asarray(scale, x.dtype))
                 results[i] = cut(x, stacks[i]).astype(stacks[i].dtype) * scale
     return results
