@@ -5,9 +5,11 @@ same functions made anew. A folder of programs, which JAX reads and fills, spare
 new in every run, and the workers of xdist and the programs that tests start share it.
 
 With `--quick-compilation`, as in `make test`, XLA also leaves out most optimizations: nearly all
-programs run a few steps only. `make test-all` and `make test-newest` compile as users do.
+programs run a few steps only. And only the program of CPUs is traced, but where a test has the mark
+`all_platforms`. `make test-all` and `make test-newest` trace and compile as users do.
 """
 
+import gc
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+gc.set_threshold(50_000, 20, 100)  # tracing makes many objects, and few of them are garbage
 
 # Their models add vectors to matrices, which the strictest of JAX's flags refuses.
 ADD_BIASES = ("tests.examples.", "tests.benchmarks.", "tests.test_flax", "tests.test_documents")
@@ -60,6 +63,27 @@ def strict_ranks(request):
         yield
 
 
+@pytest.fixture(autouse=True)
+def traced_platforms(request, monkeypatch):
+    """With `--quick-compilation` CPUs alone."""
+    if request.node.get_closest_marker("all_platforms"):
+        forget_traces()
+    elif request.config.option.quick_compilation:
+        monkeypatch.setattr(jax.lax, "platform_dependent", of_cpus)
+
+
+def of_cpus(*operands, cpu, tpu, default):
+    return cpu(*operands)
+
+
+def forget_traces():
+    """Of the library's own functions: those of other platforms may be in them."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("adapprox_jax")]
+    for function in (value for module in modules for value in vars(module).values()):
+        if hasattr(function, "clear_cache"):
+            function.clear_cache()
+
+
 @pytest.fixture
 def in_phases(monkeypatch):
     """Takes the way of GPUs or TPUs from here on: nothing that was traced before counts."""
@@ -70,9 +94,9 @@ def in_phases(monkeypatch):
             taken.append(1)
             return (tpu if kind == "tpu" else default)(*operands)
 
-        jax.clear_caches()
+        forget_traces()
         monkeypatch.setattr(jax.lax, "platform_dependent", of_accelerators)
 
     yield switch
     assert taken or jax.lax.platform_dependent is not_switched
-    jax.clear_caches()
+    forget_traces()

@@ -65,6 +65,7 @@ def parameters(**dtypes):
     }
 
 
+@pytest.mark.all_platforms
 @each_setting
 def test_strict_flags(name):
     """Where a step is traced, it is traced for every platform. Leaves of two types side by side."""

@@ -85,6 +85,7 @@ def test_the_same_updates_without_jit():
     chex.assert_trees_all_close(actual, expected, rtol=1e-5)
 
 
+@pytest.mark.all_platforms
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 @pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
 def test_lowers_for(platform, orthogonalization):

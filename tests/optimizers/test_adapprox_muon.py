@@ -97,6 +97,7 @@ def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
     assert _batches(stacks, [[i] for i in range(6)], 2) == [[0, 1], [2], [3, 4], [5]]
 
 
+@pytest.mark.all_platforms
 def test_a_long_stack_is_compiled_once(monkeypatch):
     """In a loop over batches."""
     tx = adapprox_jax.orthogonalize()
@@ -500,6 +501,7 @@ def test_boxes_and_injected_hyperparameters(second_moment):
     assert float(np.sqrt(np.mean(np.square(results[0][1])))) == pytest.approx(0.002, rel=1e-3)
 
 
+@pytest.mark.all_platforms
 @pytest.mark.parametrize("second_moment", ["neurons", True])
 def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second_moment):
     params = {"w": jnp.zeros((70, 90)), "v": jnp.zeros((70, 90)), "bias": jnp.zeros(90)}

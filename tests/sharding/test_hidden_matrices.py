@@ -119,6 +119,7 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
     assert copies_moved(whole, params) <= 4 + SMALL
 
 
+@pytest.mark.all_platforms
 def test_programs_for_tpus_need_no_callbacks(mesh):
     """TPUs have no custom partitioning: such a program would not compile there."""
     tx = adapprox_jax.orthogonalize()

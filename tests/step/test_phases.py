@@ -1,8 +1,8 @@
 """The step as accelerators take it, run here on the CPU, and as it is lowered for them."""
 
 import dataclasses
-import functools
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -49,17 +49,17 @@ def gradients(steps, shapes, seed=0):
 )
 def test_the_schedules_take_the_same_steps(name, kind, in_phases):
     """More settings follow the reference (`test_reference`)."""
-    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
+    make = partial(adapprox_jax.scale_by_adapprox, min_dim_size_to_factor=1, **SETTINGS[name])
     grads = gradients(11, SHAPES)  # the error is measured at the last of them
-    expected, expected_state = run(tx, grads)
+    expected, expected_state = run(make(), grads)
     in_phases(kind)
-    actual, state = run(tx, grads)
+    actual, state = run(make(), grads)
     for one, other in zip(actual, expected, strict=True):
         for name in SHAPES:
             difference = np.linalg.norm(one[name] - other[name])
             assert difference <= 1e-4 * np.linalg.norm(other[name]), name
     jax.tree.map(np.testing.assert_array_equal, state.rank, expected_state.rank)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-3)
+    close = partial(np.testing.assert_allclose, rtol=1e-3)
     jax.tree.map(close, state.error, expected_state.error)
 
 
@@ -162,15 +162,13 @@ def test_magnitudes_in_phases(magnitude, approximate, in_phases):
 
 def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
     in_phases()
-    tx = adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1)
+    make = partial(adapprox_jax.scale_by_adapprox, max_rank=4, min_dim_size_to_factor=1)
     grads = gradients(3, {"stack": (5, 24, 40)})
-    expected, _ = run(tx, grads)
-    jax.clear_caches()
+    expected, _ = run(make(), grads)
     few = dataclasses.replace(platform.GPU, largest_slice=2 * 24 * 40)
     monkeypatch.setattr(platform, "GPU", few)
-    actual, _ = run(tx, grads)
+    actual, _ = run(make(), grads)
     np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
-    jax.clear_caches()
 
 
 def test_the_largest_target_is_kept_where_there_is_room():
@@ -215,6 +213,7 @@ def branches(text):
     return taken
 
 
+@pytest.mark.all_platforms
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])
 @pytest.mark.parametrize(
     "settings", [{}, {"max_rank": 16}, {"mu_dtype": "int8"}], ids=["default", "rank 16", "8 bits"]
@@ -230,6 +229,7 @@ def test_a_fixed_rank_has_no_branch_no_loop_and_no_svd_on_accelerators(settings,
         assert len(calls(lowered(kind, leaves=5, **settings))) == count
 
 
+@pytest.mark.all_platforms
 def test_adaptive_ranks_have_one_branch_on_accelerators():
     text = lowered("cuda", initial_rank=1, max_rank=24)
     of_more = lowered("cuda", leaves=5, initial_rank=1, max_rank=24)
@@ -238,11 +238,13 @@ def test_adaptive_ranks_have_one_branch_on_accelerators():
     assert len(calls(text)) == len(calls(of_more)) <= 10
 
 
+@pytest.mark.all_platforms
 def test_the_platform_decides_and_not_the_host():
     """On this host, which has a CPU, rounds are a loop for one, and written out for others."""
     assert lowered("cpu").count("stablehlo.while") > lowered("cuda").count("stablehlo.while")
 
 
+@pytest.mark.all_platforms
 def test_small_leaves_are_summed_together_on_accelerators_and_one_by_one_on_cpus():
     """Where each slice of what was put together would be a kernel of its own to compile."""
     clip = adapprox_jax.clip_by_matrix_rms(1.0)

@@ -171,6 +171,7 @@ def test_slow_changes_are_kept():
     assert abs(ends[32] - 0.99) <= 100 * 2.0**-24
 
 
+@pytest.mark.all_platforms
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_no_compiler_may_leave_out_a_rounding(platform):
     """XLA may drop a conversion to 16 bits where one back to float32 follows."""
