@@ -201,8 +201,10 @@ WRAPPED = {
     "partition": lambda tx: optax.partition({"a": tx, "b": split_weights(optax.sgd(1e-3))}, labels),
     "float32 beside": lambda tx: optax.partition({"a": tx, "b": optax.sgd(1e-3)}, labels),
     "multi steps around": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    # Optax 0.2.7 would give the rate the type of the first gradient from the first step on.
     "injected": lambda tx: optax.inject_hyperparams(
-        lambda rate: split_weights(optax.chain(optax.scale_by_adam(), optax.scale(rate)))
+        lambda rate: split_weights(optax.chain(optax.scale_by_adam(), optax.scale(rate))),
+        hyperparam_dtype=jnp.float32,
     )(rate=-1e-3),
     "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
 }
