@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from adapprox_jax.params.known_axes import KnownAxes, known_axes
+from adapprox_jax.params.known_axes import KnownAxes, known_axes, word_of_vectors
 from adapprox_jax.params.leaves import Leaves, spread_booleans
 from adapprox_jax.params.matrix_view import MatrixView, fused_shape, view_shape
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
@@ -21,16 +21,21 @@ Selection: TypeAlias = Any | Callable[[Any], Any] | None
 
 # Of a module or parameter in snake case; the heads of attention are none of these.
 _OUTER = re.compile(
-    r"embed|(^|_)embs?($|_)|(^|_)(wte|wpe)$|^(tok|tokens?|vocab\w*|pos|positions?)$"
+    r"embed|(^|_)embs?($|_)|(^|_)(wte|wpe)$|^(tok|tokens?|vocab\w*|pos|positions?|final_layer)$"
     r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|(?<!pre_)logits|classifier|readout"
 )
 _CLASSIFIER = re.compile(r"^output_projection$")  # but of attention it is a projection
 _INNER = re.compile(
     r"attn|attention|mixer|mamba|ssm|^(q|k|v|o|x|dt|in|out|up|down)_proj|^(query|key|value)$"
 )
-_NORMS = re.compile(r"(^|_)(ln|\w*norm)(_[a-z0-9])?$")
-_CHANNELS = re.compile(r"(^|_)(a_log|dt_bias|depthwise)($|_)")  # of state-space models
-_VECTORS = re.compile(r"^(b|bias|biases|scale|gamma|beta|offset)$")  # of parameters
+_TABLES = re.compile(  # of leaves that are no module's kernel
+    r"(^|_)((rel|abs|relative|absolute)_pos|pos(ition(al)?)?_enc)|(^|_)(tokens?|table)$"
+    r"|(latents?|prompts?|codebooks?|codevectors?)$"
+)
+_LOW_RANK = re.compile(r"(^|_)lora(_|$)")
+_CHANNELS = re.compile(  # of state-space models
+    r"(^|_)(a_log|dt_bias|depthwise)($|_)|^(log_)?a(_(real|imag|re|im))?$|^(time_faaaa|r_k)$"
+)
 _MOST_ELONGATED = 16  # rows to columns: MLPs have 4, fused heads 3, vocabularies 30 and more
 _SHORTEST_SIDE = 8  # fewer are stacks of vectors
 
@@ -147,16 +152,19 @@ def _reasons(leaves: Leaves, views: Sequence[MatrixView]) -> list[str]:
 
 def _reason(words: Sequence[str], leaf: Any, view: MatrixView, known: KnownAxes) -> str:
     is_inner = any(map(_INNER.search, words))
+    is_torch = words[-1:] == ["weight"]
     for word in words:
         if _OUTER.search(word) or (_CLASSIFIER.search(word) and not is_inner):
             return f"'{word}' names an embedding or a head"
-        if _NORMS.search(word):
-            return f"'{word}' names vectors"
-        is_depthwise = "conv" in word and len(leaf.shape) > 2 and leaf.shape[-2] == 1
-        if is_depthwise or _CHANNELS.search(word):
+        if _LOW_RANK.search(word):
+            return f"'{word}' names a low-rank update"
+        channels = leaf.shape[1 if is_torch else -2 :][:1] if len(leaf.shape) > 2 else ()
+        if ("conv" in word and channels == (1,)) or _CHANNELS.search(word):
             return f"'{word}' names what works on each channel by itself"
-    if words and _VECTORS.search(words[-1]):
-        return f"'{words[-1]}' names vectors"
+    if words and _TABLES.search(words[-1]):
+        return f"'{words[-1]}' names a table"
+    if vectors := word_of_vectors(words):
+        return f"'{vectors}' names vectors"
     if not view.is_matrix:
         return "no matrix"
     _, rows, columns = view_shape(leaf.shape, view)
@@ -164,7 +172,7 @@ def _reason(words: Sequence[str], leaf: Any, view: MatrixView, known: KnownAxes)
     if short < _SHORTEST_SIDE:
         return f"a side of {short}"
     # Known projections may be long, and so may be what is stacked, if not as layers.
-    is_whole = set(view.batch) <= {known.layers}
+    is_whole = all(leaf.shape[axis] == 1 or axis == known.layers for axis in view.batch)
     if long > _MOST_ELONGATED * short and is_whole and not is_inner:
         return f"{rows} x {columns}, as long as an embedding or a head"
     return ""

@@ -4,9 +4,13 @@ An attention kernel is one matrix, that of its product: the model's size by the 
 times their size. Names and orders of axes are those of Flax, MaxText, Tunix and Gemma.
 """
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
 
 from adapprox_jax.params.boxes import haliax_names
 from adapprox_jax.params.leaves import Leaves
@@ -14,16 +18,25 @@ from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, default_axes
 
 _Module: TypeAlias = tuple[str, ...]  # the words of its path
 
-_FROM_MODEL = re.compile(r"^(w?(q|k|v|kv|qkv)(_[ab])?(_proj|_einsum)?|query|key|value)$")
-_TO_MODEL = re.compile(r"^(out|o_proj|out_proj|wo|attn_vec_einsum)$")
+_FROM_MODEL = re.compile(
+    r"^((w_?|to_|combined_)?(q|k|v|kv|qkv)(_b)?(_proj|_einsum)?|query|key|value|queries|keys|values)$"
+)
+_TO_MODEL = re.compile(
+    r"^(o|out|to_out|(attention_)?output|o_proj|out_proj|w_?o|post|attn_vec_einsum)$"
+)
 _ATTENTION = re.compile(r"attn|attention")
-_QKV = re.compile(r"^(w|to_|c_)?(qkv|attn)(_proj)?$")  # with 3 of one size, one after the other
+_QKV = re.compile(
+    r"^((w|\w+_)?qkv|(w|to_|c_)?attn)(_proj)?$"
+)  # with 3 of one size, one after the other
 _GATE_AND_UP = re.compile(r"^(gate_up|up_gate)(_proj)?$")  # 2 of them
 _KERNELS = ("kernel", "w", "weight")
 _OUTPUTS_FIRST = "weight"  # of PyTorch, Equinox and Levanter; Flax and Haiku say kernel and w
 _TO_EMBED = re.compile(r"^(down|c)_proj$")  # beside _TO_MODEL, in Levanter
 _STACKED = re.compile(r"^(layers?|blocks?|experts?|qkv)$")  # names of haliax' axes
 _CONV1D = re.compile(r"^c_(attn|fc|proj)$")  # of transformers' GPT-2: outputs first
+_NORMS = re.compile(r"(^|_)(ln|\w*norm)(_?\d+|_[a-z]|_before|_after)?$")
+_VECTORS = re.compile(r"^(b|gamma|beta|offset|gain|q?zeros)$|(^|_)q?scales?(_inv)?$")
+_BIASES = re.compile(r"(^|_)bias(es)?($|_)")
 _LONGEST_HEAD = 512  # a longer axis is of heads that are merged already
 
 
@@ -44,6 +57,22 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     along the same axis in all leaves of the module around them. The axes of haliax' arrays have
     names of their own, which come first.
     """
+    stack_axes = _stack_axes(leaves)
+    if any(axis is not None for axis in stack_axes):
+        shapes = [leaf.shape for leaf in leaves.arrays]
+        layer = [
+            () if axis is None else (*shape[:axis], *shape[axis + 1 :])
+            for shape, axis in zip(shapes, stack_axes, strict=True)
+        ]
+        boxed = [
+            leaf if axis is None else jax.ShapeDtypeStruct(shape, jnp.float32)
+            for leaf, shape, axis in zip(leaves.boxed, layer, stack_axes, strict=True)
+        ]
+        of_layers = known_axes(dataclasses.replace(leaves, boxed=boxed))
+        return [
+            known if axis is None else _stacked(known, shape, axis)
+            for known, shape, axis in zip(of_layers, layer, stack_axes, strict=True)
+        ]
     roles = list(map(_role, leaves.words))
     shapes = [leaf.shape for leaf in leaves.arrays]
     known = [KnownAxes()] * len(shapes)
@@ -74,9 +103,62 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         is_outputs_first = leaves.words[i][-1:] == [_OUTPUTS_FIRST]
         if plain and (is_outputs_first or (is_conv1d and _CONV1D.search(role))):
             known[i] = known[i]._replace(numbers=MatrixDimensionNumbers(*reversed(plain)))
-        known[i] = known[i]._replace(numbers=_in_parts(role, known[i].numbers, shapes[i]))
+        if (module, f"{role}_bias") not in roles:  # of GPT-OSS: gate and up are interleaved
+            known[i] = known[i]._replace(numbers=_in_parts(role, known[i].numbers, shapes[i]))
         known[i] = _of_named_axes(role, haliax_names(leaves.boxed[i])) or known[i]
     return known
+
+
+def _stack_axes(leaves: Leaves) -> list[int | None]:
+    """For each leaf the axis along which all of a module around it is stacked, or None.
+
+    Vectors of two axes show it: norms or biases beside kernels of three axes or more.
+    """
+    paths, arrays = leaves.words, leaves.arrays
+    modules: dict[_Module, list[int]] = {}
+    for i, words in enumerate(paths):
+        for length in range(1, len(words)):
+            modules.setdefault(tuple(words[:length]), []).append(i)
+    axes: list[int | None] = [None] * len(arrays)
+    for members in modules.values():  # outer ones first
+        shapes = [arrays[i].shape for i in members]
+        if min(map(len, shapes)) < 2 or sum(len(shape) > 2 for shape in shapes) < 2:
+            continue
+        vectors = [arrays[i].shape for i in members if word_of_vectors(paths[i])]
+        lengths = [{shape[1 - axis] for shape in vectors if len(shape) == 2} for axis in (0, 1)]
+        fit = [
+            axis
+            for axis in (0, 1)
+            if len({shape[axis] for shape in shapes}) == 1
+            and lengths[axis]
+            and 1 not in lengths[axis]
+        ]
+        is_known = any(axes[i] is not None or haliax_names(leaves.boxed[i]) for i in members)
+        if fit and not is_known:
+            for i in members:
+                axes[i] = min(fit, key=lambda axis: shapes[0][axis])
+    return axes
+
+
+def _stacked(known: KnownAxes, shape: tuple[int, ...], axis: int) -> KnownAxes:
+    """What is known of a stack along an axis of leaves of a shape."""
+    default = MatrixDimensionNumbers(*default_axes(shape)) if len(shape) > 1 else None
+    vector = MatrixDimensionNumbers((), tuple(range(len(shape))))
+    rows, columns, parts = known.numbers or default or vector
+
+    def shifted(side: int | Sequence[int]) -> int | list[int]:
+        return side + (side >= axis) if isinstance(side, int) else [i + (i >= axis) for i in side]
+
+    return KnownAxes(MatrixDimensionNumbers(shifted(rows), shifted(columns), parts), axis)
+
+
+def word_of_vectors(words: Sequence[str]) -> str | None:
+    """The word of a leaf's path that names a norm, a bias or a scale; None if there is none."""
+    _, role = _role(words)
+    is_kernel = words[-1:] == ["kernel"]  # a projection within a norm
+    found = [word for word in words if _NORMS.search(word) and not is_kernel]
+    found += [word for word in words[-1:] if _VECTORS.search(word)]
+    return next(iter(found), role if _BIASES.search(role) else None)
 
 
 def is_from_model(words: Sequence[str]) -> bool:
@@ -88,7 +170,7 @@ def is_from_model(words: Sequence[str]) -> bool:
 def _role(words: Sequence[str]) -> tuple[_Module, str]:
     """The module that a kernel is in, and what it is called there."""
     named = [*words[:-1]] if words and words[-1] in _KERNELS else [*words]
-    return tuple(named[:-1]), named[-1] if named else ""
+    return tuple(named[:-1]), re.sub(r"_\d+$", "", named[-1]) if named else ""
 
 
 def _from_model(
@@ -112,9 +194,11 @@ def _to_model(shape: tuple[int, ...], batch: tuple[int, ...]) -> MatrixDimension
     more = max(len(shape) - 3, 0)  # axes than those of heads, size and model
     stacked = batch[:more] if len(batch) >= more else tuple(range(more))
     axes = [axis for axis in range(len(shape)) if axis not in stacked]
-    if len(axes) != 3 or shape[axes[1]] > _LONGEST_HEAD or shape[axes[2]] < shape[axes[0]]:
+    if len(axes) != 3:
         return None
-    return MatrixDimensionNumbers(axes[:2], axes[2])
+    is_last = shape[axes[0]] <= shape[axes[2]]  # else the model comes first, as in praxis
+    (heads, size), model = (axes[:2], axes[2]) if is_last else (axes[1:], axes[0])
+    return None if shape[size] > _LONGEST_HEAD else MatrixDimensionNumbers((heads, size), model)
 
 
 def _plain(
@@ -146,9 +230,10 @@ def _of_named_axes(role: str, names: Sequence[str]) -> KnownAxes | None:
     stacked = [axis for axis, name in enumerate(names) if _STACKED.search(name)]
     model = [axis for axis, name in enumerate(names) if name == "embed"]
     others = [axis for axis in range(len(names)) if axis not in stacked + model]
+    layers = next((axis for axis in stacked if names[axis].startswith(("layer", "block"))), None)
+    others = others or [axis for axis in stacked if axis != layers]  # a router's experts
     if len(model) != 1 or not others:
         return None
-    layers = next((axis for axis in stacked if names[axis].startswith(("layer", "block"))), None)
     ends_in_model = _TO_MODEL.search(role) or _TO_EMBED.search(role)
     sides = (others, model) if ends_in_model else (model, others)
     return KnownAxes(MatrixDimensionNumbers(*sides), layers)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+_LARGEST_WINDOW = 32
+
 
 class MatrixDimensionNumbers(NamedTuple):
     """Which axes of a leaf form the rows and which the columns of its matrices.
@@ -139,6 +141,11 @@ def from_matrices(matrices: jax.Array, view: MatrixView, shape: tuple[int, ...])
 def default_axes(shape: Sequence[int]) -> list[int]:
     """The axes of rows and columns where nothing is said of a leaf of two axes or more."""
     pair = [len(shape) - 2, len(shape) - 1]
+    # A window over pixels is no side of a matrix, however large: first in Flax, last in PyTorch.
+    if len(shape) > 3 and shape[-4] == shape[-3] <= _LARGEST_WINDOW and shape[-2] < 8:
+        return pair
+    if len(shape) > 3 and shape[-2] == shape[-1] <= min(_LARGEST_WINDOW, shape[-4] - 1):
+        return [len(shape) - 4, len(shape) - 3]
     while True:
         smaller = min(pair, key=lambda axis: shape[axis])
         others = [axis for axis in range(len(shape)) if axis not in pair]

@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import adapprox_jax
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import fused_shape
 from adapprox_jax.params.views import views_of
+from tests.params.test_known_axes import tree_of
 from tests.params.test_named_arrays import Axis, NamedArray
 
 MODELS = sorted((pathlib.Path(__file__).parents[1] / "data" / "models").glob("*.json"))
@@ -46,6 +48,94 @@ def test_leaves_of_published_models(path, shape, is_hidden):
     assert jax.tree.leaves(adapprox_jax.hidden_matrices(tree)) == [is_hidden]
     [what] = adapprox_jax.muon_report(tree).values()
     assert what.startswith("orthogonalized" if is_hidden else "adapprox: ")
+
+
+# Of each tree: the shapes of leaves, and what the report says of them.
+TREES = {
+    "T5 with merged heads, layers along axis 1": {
+        "layers/self_attention/query/kernel": ((512, 8, 384), "8 of 512 x 384"),
+        "layers/self_attention/out/kernel": ((384, 8, 512), "8 of 384 x 512"),
+        "layers/layer_norm/scale": ((512, 8), "names vectors"),
+        "embedder/embedding": ((32128, 512), "names an embedding"),
+    },
+    "low-rank attention, layers along axis 1": {
+        "layers/attention/wkv_a/kernel": ((2560, 62, 288), "62 of 2560 x 288"),
+        "layers/attention/wq_b/kernel": ((768, 62, 40, 96), "62 of 768 x 3840"),
+        "layers/attention/out/kernel": ((40, 62, 64, 2560), "62 of 2560 x 2560"),
+    },
+    "layers of PyTorch along axis 0, and state spaces": {
+        "layers/attn/q_proj/weight": ((32, 512, 512), "32 of 512 x 512, outputs first"),
+        "layers/mlp/up/weight": ((32, 2048, 512), "32 of 2048 x 512, outputs first"),
+        "layers/ln1/weight": ((32, 512), "names vectors"),
+        "layers/layernorm_before/weight": ((32, 512), "names vectors"),
+        "layers/attn/sinks": ((32, 64), "no matrix"),
+        "layers/attn/norm/weight": ((32, 512), "names vectors"),
+    },
+    "openpi's second expert": {
+        "attn/q_einsum_1/w": ((8, 1024, 256), "2048 x 1024, outputs first"),
+        "attn/attn_vec_einsum_1/w": ((8, 256, 1024), "2048 x 1024"),
+    },
+    "praxis and axlearn: the model first": {
+        "self_attention/query/w": ((1024, 16, 64), "1024 x 1024"),
+        "self_attention/post/w": ((1024, 16, 64), "1024 x 1024, outputs first"),
+        "attention/o_proj/weight": ((4096, 32, 128), "4096 x 4096, outputs first"),
+    },
+    "other names of attention": {
+        "attn1/to_q/kernel": ((320, 8, 40), "320 x 320"),
+        "attn1/to_out/kernel": ((8, 40, 320), "320 x 320"),
+        "attention/queries/kernel": ((64, 4, 16), "64 x 64"),
+        "attention/attention_output/kernel": ((4, 16, 64), "64 x 64"),
+        "block/attn/img_qkv/kernel": ((64, 192), "3 of 64 x 64"),
+    },
+    "windows": {
+        "stem/kernel": ((16, 16, 3, 768), "a side of 3"),
+        "tokenizer/proj/kernel": ((2, 16, 16, 3, 768), "a side of 3"),
+        "small/weight": ((64, 32, 9, 9), "81 of 64 x 32, outputs first"),
+        "conv1/weight": ((64, 256, 1, 1), "1 of 64 x 256, outputs first"),
+        "conv2/weight": ((96, 1, 7, 7), "works on each channel"),
+        "dw/weight": ((96, 1, 31, 31), "a side of 1"),
+    },
+    "vectors and tables": {
+        "experts/down_proj_bias": ((32, 2880), "names vectors"),
+        "rel_attn/r_w_bias": ((16, 64), "names vectors"),
+        "mlp/up/weight_scale_inv": ((16, 56), "names vectors"),
+        "attention/relative_position_bias_table": ((169, 16), "names a table"),
+        "attention/relative_attention_bias/weight": ((32, 12), "names vectors"),
+        "attn/rel_pos_h": ((127, 80), "names a table"),
+        "register_tokens": ((1, 16, 768), "names a table"),
+        "perceiver/latents": ((256, 512), "names a table"),
+        "map_tokens/kernel": ((256, 512), "256 x 512"),
+        "attention/query/kernel_lora_b": ((16, 32, 128), "names a low-rank update"),
+        "s4/log_A_real": ((256, 32), "works on each channel"),
+        "time_mix/time_faaaa": ((12, 64), "works on each channel"),
+        "blocks/norm/linear/kernel": ((64, 192), "64 x 192"),
+        "final_layer/linear/kernel": ((384, 32), "names an embedding or a head"),
+    },
+    "gate and up interleaved": {
+        "experts/gate_up_proj": ((4, 64, 256), "4 of 64 x 256"),
+        "experts/gate_up_proj_bias": ((4, 256), "names vectors"),
+    },
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_parts_of_models(name):
+    tree = tree_of({path: shape for path, (shape, _) in TREES[name].items()})
+    report = adapprox_jax.muon_report(tree)
+    for path, (_, expected) in TREES[name].items():
+        key = "".join(f"['{word}']" for word in path.split("/"))
+        said = report[key]
+        if expected[0].isdigit():
+            assert said == f"orthogonalized: {expected}", path
+        else:
+            assert re.match(f"adapprox: .*{expected}", said), (path, said)
+
+
+def test_a_router_of_stacked_layers_with_named_axes():
+    axes = (Axis("layers", 32), Axis("experts", 8), Axis("embed", 4096))
+    params = {"layers": {"gate": {"weight": NamedArray(of(32, 8, 4096), axes)}}}
+    [report] = adapprox_jax.muon_report(params).values()
+    assert report == "adapprox: 8 x 4096, as long as an embedding or a head"  # as of one layer
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
