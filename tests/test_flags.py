@@ -71,9 +71,10 @@ def test_strict_flags(name):
     """Where a step is traced, it is traced for every platform. Leaves of two types side by side."""
     tx, half = made(name, rate=lambda step: 1e-3), jnp.bfloat16
     params = parameters(stack=half, tall=half, scalar=half)
-    with strict_flags():
-        updates, _ = jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
-    assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, params)
+    for x64 in (False, True):
+        with strict_flags(), jax.enable_x64(x64):
+            updates, _ = jax.eval_shape(tx.update, params, jax.eval_shape(tx.init, params), params)
+        assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, params)
 
 
 @pytest.mark.parametrize("name", ["adaptive, bfloat16", "muon, 4 bits"])

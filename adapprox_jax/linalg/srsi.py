@@ -158,7 +158,7 @@ def tail_error(
     Returns:
       A scalar; 0 for a zero matrix.
     """
-    beyond = jnp.sum(jnp.where(np.arange(energies.shape[0]) < rank, 0, energies))
+    beyond = jnp.sum(jnp.where(np.arange(energies.shape[0], dtype=np.int32) < rank, 0, energies))
     norm_squared = residual_energy + jnp.sum(energies)
     return jnp.sqrt((residual_energy + beyond) / jnp.where(norm_squared == 0, 1, norm_squared))
 

@@ -13,6 +13,7 @@ from adapprox_jax.argument_checks import (
     require,
     require_choice,
     require_integer,
+    require_precise,
 )
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.optimizers.named_chain import named_chain
@@ -138,6 +139,7 @@ def adapprox_muon(
     AdaMuon (2507.11005) for that of each entry, which the paper's factors stand for.
     docs/orthogonal.md.
     """
+    require_precise("adapprox_b1", adapprox_b1)
     require("adapprox_b1", adapprox_b1, *DECAY)
     require("adapprox_learning_rate_scale", adapprox_learning_rate_scale, *POSITIVE)
     require_choice("second_moment", second_moment, (True, False, "neurons"))

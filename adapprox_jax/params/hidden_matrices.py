@@ -45,12 +45,12 @@ def hidden_matrices(
 ) -> Any:
     """Which leaves are matrices between hidden layers: neither embeddings, heads nor vectors.
 
-    As Muon's users choose: by name ("embed", "wte", "lm_head", "bias", "scale", "A_log" and
-    their like, anywhere in the path) and by shape. A side of fewer than 8 is no side of a hidden
-    matrix. Nor is one of more than 16 times the other, but for stacks of other things than layers
-    and projections of attention and state spaces. Stacked layers (L, m, n) count as matrices. An
-    attention kernel (model, heads, size) counts as one, if its name is known: "query", "q_proj",
-    "wq_b", "kv_einsum", "out" and their like.
+    As Muon's users choose: by name ("embed", "wte", "lm_head", "bias", "scale", "A_log", "lora_a"
+    and their like, most of them anywhere in the path) and by shape. A side of fewer than 8 is no
+    side of a hidden matrix. Nor is one of more than 16 times the other, but for stacks of other
+    things than layers and projections of attention and state spaces. Stacked layers (L, m, n) count
+    as matrices. An attention kernel (model, heads, size) counts as one, if its name is known:
+    "query", "q_proj", "wq_b", "kv_einsum", "out" and their like.
 
     Args:
       params: Parameters of any model, or anything with their shapes, boxed or not.

@@ -54,7 +54,8 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     that ends in "einsum". One back to the model is (heads, size, model). Layers, or queries, keys
     and values, may be stacked along any axis before the size of heads. Kernels from the model tell
     which axis that is, because the model is larger than what is stacked. Layers are then stacked
-    along the same axis in all leaves of the module around them. The axes of haliax' arrays have
+    along the same axis in all leaves of the module around them. So they are where vectors have two
+    axes. The axes of haliax' arrays have
     names of their own, which come first.
     """
     stack_axes = _stack_axes(leaves)

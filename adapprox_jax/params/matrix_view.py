@@ -72,7 +72,8 @@ def matrix_view(
 
     By default the last two axes are rows and columns and all others are batch, as in `jnp.linalg`:
     stacked layers (L, m, n), experts and convolution kernels. But an axis more than four times the
-    smaller of the two takes its place: layers stacked along a middle axis (m, L, n). Axes are
+    smaller of the two takes its place: layers stacked along a middle axis (m, L, n). The window of
+    a convolution does not, however large. Axes are
     merged only where dimension numbers say so, as those of `known_axes` do. A leaf of fewer
     than two axes has no matrices.
 

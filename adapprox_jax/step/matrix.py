@@ -175,8 +175,15 @@ def quotient_of(plan: Plan, matrix: Matrix, *_: Any, read_once: bool = False) ->
     if matrix.entries is not None:  # added zeros would be 0 / 0 without eps
         target = jnp.where(matrix.grad == 0, 1, target)
     root = plan.approximation.root(target)
+    if plan.approximation.is_square:
+        root = at_least_own(root, gradient_of(matrix), plan.scalars)
     scaled = divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
     return scaled.astype(matrix.grad.dtype)
+
+
+def at_least_own(root: jax.Array, grad: jax.Array, scalars: StepScalars) -> jax.Array:
+    """The root of V, at least the gradient's own part of it, whose square may be out of range."""
+    return jnp.maximum(root, jnp.sqrt(1 - scalars.b2) * jnp.abs(grad))
 
 
 def divide_by_root(
@@ -196,7 +203,8 @@ def divide_by_root(
     root = root / jnp.sqrt(scalars.correction)
     if not is_zero(scalars.eps_root):
         root = jnp.hypot(root, jnp.sqrt(scalars.eps_root) / scale)
-    return grad / (root + scalars.eps / scale)
+    smallest = float(np.finfo(grad.dtype).tiny)  # eps / scale may vanish
+    return grad / (root + jnp.maximum(scalars.eps / scale, jnp.minimum(scalars.eps, smallest)))
 
 
 def gram_of(u: jax.Array, unit: jax.Array) -> jax.Array:
@@ -267,7 +275,7 @@ def kept_columns(plan: Plan, last: LeafState, factors: Factors, rank: jax.Array)
     """The first columns, rounded as the state keeps them, in the type that is worked in."""
     q, u = (x[:, : plan.capacity] for x in factors)
     if not plan.settings.is_fixed:
-        is_kept = jnp.arange(plan.capacity) < rank
+        is_kept = jnp.arange(plan.capacity, dtype=rank.dtype) < rank
         q, u = jnp.where(is_kept, q, 0), jnp.where(is_kept, u, 0)
     kept_q, kept_u = q.astype(last.q.dtype), u.astype(last.u.dtype)
     if plan.scalars.rounding is not None and last.q.dtype == jnp.bfloat16:
@@ -336,7 +344,8 @@ def step_dense(
     scalars = scalars.in_type(wide.dtype)
     nu = average_of_moments(state.nu, wide, scalars.b2)
     nu = jnp.where(jnp.isfinite(wide), within_range(nu, nu.dtype), nu)
-    scaled = divide_by_root(wide, jnp.sqrt(nu), scalars)
+    root = at_least_own(jnp.sqrt(nu), wide, scalars)
+    scaled = divide_by_root(wide, root, scalars)
     return scaled.astype(grad.dtype), state._replace(nu=nu.astype(state.nu.dtype))
 
 

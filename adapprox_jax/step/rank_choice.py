@@ -42,7 +42,7 @@ def choose_rank(
         above = (error > error_threshold) | jnp.isnan(error_threshold)
         given = settings.rank_growth(error)
         require_scalar("rank_growth", given)
-        growth = jnp.asarray(given)
+        growth = jnp.asarray(given, jnp.float32)
         growth = jnp.where(growth >= 1, jnp.minimum(growth, capacity), 1)  # 1 also where it is NaN
         grown = jnp.minimum(rank + growth.astype(jnp.int32), capacity)
         return jnp.where(above, grown, rank)

@@ -21,6 +21,7 @@ from adapprox_jax.argument_checks import (
     require_choice,
     require_flag,
     require_or_schedule,
+    require_precise,
 )
 from adapprox_jax.linalg.newton_schulz import of_norm_one
 from adapprox_jax.linalg.quantization import (
@@ -140,6 +141,11 @@ def guided_ema(
         del params
         check_state(state, GuidedEmaState, "guided_ema")
         leaves = Leaves.of(updates, "update")
+        if state.left.dtype.itemsize < 4:
+            raise ValueError(
+                f"guided_ema: the state's left has type {state.left.dtype}; allowed: float32 or"
+                " float64, in which a product of decays near 1 is kept. Averages may be bfloat16."
+            )
         mu, scales = leaves.matching(state.mu), Leaves.of(state.scale)
         step = optax.safe_increment(state.step)
         now = rule.at(step)
@@ -201,6 +207,7 @@ class _Rule:
 
     def __post_init__(self) -> None:
         """Raises ValueError for the first field that is out of range."""
+        require_precise("b1", self.b1)
         require_or_schedule("b1", self.b1, *DECAY)
         require_choice("rounding", self.rounding, get_args(Rounding))
         require_flag("nesterov", self.nesterov)
@@ -222,7 +229,8 @@ class _Rule:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
         if not self.nesterov:
             return average
-        factors = self.b1 / (1 - self.b1 * left), 1 / (1 - left)
+        b1 = jnp.asarray(self.b1, left.dtype)
+        factors = b1 / (1 - b1 * left), 1 / (1 - left)
         older, newer = (jnp.asarray(x, average.dtype) for x in factors)
         return older * average + newer * new
 

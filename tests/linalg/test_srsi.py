@@ -342,3 +342,7 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
     best = np.sqrt(np.cumsum(np.linalg.svd(image, compute_uv=False)[::-1] ** 2)[::-1])
     best = np.sqrt(np.append(best[1:], 0) ** 2 + float(residual)) / np.linalg.norm(matrix)
     np.testing.assert_allclose(true[seen], best[seen], rtol=1e-3, atol=2.0**-23)
+
+
+def test_a_zero_matrix_has_no_error():
+    assert low_rank.tail_error(jnp.zeros(3), jnp.zeros(()), 1) == 0

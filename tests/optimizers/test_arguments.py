@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -270,6 +271,34 @@ def test_a_decay_that_is_one_in_bfloat16_is_refused(make):
     wide = optax.inject_hyperparams(make, static_args=static, hyperparam_dtype=jnp.float32)(1e-3)
     _, state = jax.jit(wide.update)(params, jax.jit(wide.init)(params), params)
     assert state.hyperparams["b2"] == jnp.float32(0.95 if muon else 0.999)
+
+
+def test_an_average_whose_decay_is_one_in_bfloat16_is_refused():
+    params = jnp.ones(4, jnp.bfloat16)
+    tx = optax.inject_hyperparams(adapprox_jax.guided_ema)(b1=0.999)
+    with pytest.raises(ValueError, match=r"b1 is an array of type bfloat16; .*hyperparam_dtype"):
+        jax.jit(tx.init)(params)
+    tx = adapprox_jax.guided_ema(0.999, nesterov=True)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match="state's left has type bfloat16; allowed: float32"):
+        tx.update(params, state._replace(left=state.left.astype(jnp.bfloat16)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(learning_rate=lambda step: 1e-3), "learning_rate has a function of the step, and"),
+        (dict(weight_decay=lambda step: 0.1), "weight_decay has a function of the step, and"),
+        (dict(mask={"w": True}), "weight_decay has a mask, and the state was made without one"),
+    ],
+)
+def test_a_state_without_a_count_or_a_mask_does_not_go_on_with_one(changes, words):
+    params = {"w": jnp.ones((8, 8))}
+    make = partial(adapprox_jax.adapprox, 1e-3)
+    changed = adapprox_jax.adapprox(**{"learning_rate": 1e-3, **changes})
+    with pytest.raises(ValueError, match=words):
+        changed.update(params, make().init(params), params)
+    make().update(params, changed.init(params), params)  # the other way round it does
 
 
 @pytest.mark.parametrize("typed", [False, True])

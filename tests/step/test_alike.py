@@ -64,9 +64,10 @@ def test_a_leaf_among_many_is_as_alone(name, jitted):
 
 
 def of_many_shapes(count):
-    """Some that stand, some that lie, and none with the shape of another."""
+    """Some that stand, some that lie. None has the longest rows and the longest columns of all."""
     keys = jax.random.split(jax.random.key(0), count)
-    shapes = [(97 + i, 104 + i) if i % 2 else (104 + i, 97 + i) for i in range(count)]
+    sides = [(97 + i, 150 + (i if i < 2 else count - i)) for i in range(count)]
+    shapes = [side if i % 2 else side[::-1] for i, side in enumerate(sides)]
     grads = [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
     return {f"w{i}": grad * 2.0**i for i, grad in enumerate(grads)}
 
@@ -83,7 +84,7 @@ def test_a_leaf_among_many_of_about_its_shape_is_as_alone(name, changes):
     tx = TRANSFORMATIONS[name](**changes)
     grads = of_many_shapes(2 * MANY)
     (fitted,) = {x.shape for x in padded(list(grads.values())[1::2], [()] * MANY)}
-    assert fitted == (96 + 2 * MANY, 103 + 2 * MANY)
+    assert fitted == (96 + 2 * MANY, 147 + 2 * MANY)
     grads["w3"] = grads["w3"].at[0, 0].set(jnp.nan)  # of no concern to the others
     # With the longest side random starts are the same among many and alone.
     grads["longest"] = jax.random.normal(jax.random.key(1), (64, 200))
