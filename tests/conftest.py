@@ -19,7 +19,7 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
-gc.set_threshold(50_000, 20, 100)  # tracing makes many objects, and few of them are garbage
+gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, and few of them are garbage
 
 # Their models add vectors to matrices, which the strictest of JAX's flags refuses.
 ADD_BIASES = ("tests.examples.", "tests.benchmarks.", "tests.test_flax", "tests.test_documents")

@@ -34,7 +34,7 @@ _TABLES = re.compile(  # of leaves that are no module's kernel
 )
 _LOW_RANK = re.compile(r"(^|_)lora(_|$)")
 _CHANNELS = re.compile(  # of state-space models
-    r"(^|_)(a_log|dt_bias|depthwise)($|_)|^(log_)?a(_(real|imag|re|im))?$|^(time_faaaa|r_k)$"
+    r"(^|_)(a_log|dt_bias|depthwise)($|_)|^(log_)?a_(real|imag|re|im)$|^(time_faaaa|r_k)$"
 )
 _MOST_ELONGATED = 16  # rows to columns: MLPs have 4, fused heads 3, vocabularies 30 and more
 _SHORTEST_SIDE = 8  # fewer are stacks of vectors
@@ -159,7 +159,8 @@ def _reason(words: Sequence[str], leaf: Any, view: MatrixView, known: KnownAxes)
         if _LOW_RANK.search(word):
             return f"'{word}' names a low-rank update"
         channels = leaf.shape[1 if is_torch else -2 :][:1] if len(leaf.shape) > 2 else ()
-        if ("conv" in word and channels == (1,)) or _CHANNELS.search(word):
+        is_decay = word == "a" == words[-1] and is_inner  # of Mamba
+        if is_decay or ("conv" in word and channels == (1,)) or _CHANNELS.search(word):
             return f"'{word}' names what works on each channel by itself"
     if words and _TABLES.search(words[-1]):
         return f"'{words[-1]}' names a table"

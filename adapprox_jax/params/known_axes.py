@@ -54,7 +54,7 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     that ends in "einsum". One back to the model is (heads, size, model). Layers, or queries, keys
     and values, may be stacked along any axis before the size of heads. Kernels from the model tell
     which axis that is, because the model is larger than what is stacked. Layers are then stacked
-    along the same axis in all leaves of the module around them. So they are where vectors have two
+    along the same axis in all leaves of the module around them. So they are where norms have two
     axes. The axes of haliax' arrays have
     names of their own, which come first.
     """
@@ -74,7 +74,8 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
             known if axis is None else _stacked(known, shape, axis)
             for known, shape, axis in zip(of_layers, layer, stack_axes, strict=True)
         ]
-    roles = list(map(_role, leaves.words))
+    paths = leaves.words
+    roles = list(map(_role, paths))
     shapes = [leaf.shape for leaf in leaves.arrays]
     known = [KnownAxes()] * len(shapes)
     stacked: dict[_Module, tuple[int, ...] | None] = {}  # of a module with a kernel from the model
@@ -101,7 +102,7 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         if shapes[i][axis : axis + 1] == (size,):
             known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
         plain = _plain(known[i].numbers, shapes[i])
-        is_outputs_first = leaves.words[i][-1:] == [_OUTPUTS_FIRST]
+        is_outputs_first = paths[i][-1:] == [_OUTPUTS_FIRST]
         if plain and (is_outputs_first or (is_conv1d and _CONV1D.search(role))):
             known[i] = known[i]._replace(numbers=MatrixDimensionNumbers(*reversed(plain)))
         if (module, f"{role}_bias") not in roles:  # of GPT-OSS: gate and up are interleaved
@@ -113,7 +114,8 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
 def _stack_axes(leaves: Leaves) -> list[int | None]:
     """For each leaf the axis along which all of a module around it is stacked, or None.
 
-    Vectors of two axes show it: norms or biases beside kernels of three axes or more.
+    Vectors of two axes show it: norms beside kernels of three axes or more. Biases may have one for
+    heads.
     """
     paths, arrays = leaves.words, leaves.arrays
     modules: dict[_Module, list[int]] = {}
@@ -125,7 +127,9 @@ def _stack_axes(leaves: Leaves) -> list[int | None]:
         shapes = [arrays[i].shape for i in members]
         if min(map(len, shapes)) < 2 or sum(len(shape) > 2 for shape in shapes) < 2:
             continue
-        vectors = [arrays[i].shape for i in members if word_of_vectors(paths[i])]
+        named = {i: word for i in members if (word := word_of_vectors(paths[i]))}
+        norms = [i for i, word in named.items() if word != "b" and not _BIASES.search(word)]
+        vectors = [arrays[i].shape for i in norms]
         lengths = [{shape[1 - axis] for shape in vectors if len(shape) == 2} for axis in (0, 1)]
         fit = [
             axis

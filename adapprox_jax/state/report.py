@@ -81,6 +81,8 @@ def rank_report(opt_state: Any, params: optax.Params) -> dict[str, RankInfo]:
                 continue
             if name not in by_name:
                 raise ValueError(f"{name}: the state has this leaf; the parameters given have not.")
+            if name in report:
+                raise ValueError(f"{name} has factors in two states; allowed: one state at a time.")
             param = by_name[name]
             shape, matrices = np.shape(param), (*leaf.q.shape[:-1], leaf.u.shape[-2])
             if not _can_be_seen_as(shape, matrices):

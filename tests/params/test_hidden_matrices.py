@@ -71,6 +71,12 @@ TREES = {
         "layers/attn/sinks": ((32, 64), "no matrix"),
         "layers/attn/norm/weight": ((32, 512), "names vectors"),
     },
+    "biases of as many heads as their size": {
+        "attn/query/kernel": ((512, 64, 64), "512 x 4096"),
+        "attn/query/bias": ((64, 64), "names vectors"),
+        "attn/key/kernel": ((512, 64, 64), "512 x 4096"),
+        "attn/out/kernel": ((64, 64, 512), "4096 x 512"),
+    },
     "openpi's second expert": {
         "attn/q_einsum_1/w": ((8, 1024, 256), "2048 x 1024, outputs first"),
         "attn/attn_vec_einsum_1/w": ((8, 256, 1024), "2048 x 1024"),
@@ -107,6 +113,8 @@ TREES = {
         "map_tokens/kernel": ((256, 512), "256 x 512"),
         "attention/query/kernel_lora_b": ((16, 32, 128), "names a low-rank update"),
         "s4/log_A_real": ((256, 32), "works on each channel"),
+        "mixer/A": ((64, 16), "works on each channel"),
+        "mlp/a": ((64, 16), "64 x 16"),
         "time_mix/time_faaaa": ((12, 64), "works on each channel"),
         "blocks/norm/linear/kernel": ((64, 192), "64 x 192"),
         "final_layer/linear/kernel": ((384, 32), "names an embedding or a head"),
