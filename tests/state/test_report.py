@@ -160,3 +160,10 @@ def test_rules_for_the_paths_of_parameters_fit_the_state(tx, dtype):
             assert all(array.ndim == len(shapes[name]) for name in names), path
             seen.update(names)
     assert seen == shapes.keys()
+
+
+def test_two_states_of_one_leaf_are_refused():
+    params = {"w": jnp.ones((64, 96))}
+    tx = optax.chain(*(adapprox_jax.scale_by_adapprox(max_rank=rank) for rank in (2, 4)))
+    with pytest.raises(ValueError, match=r"'w'.* has factors in two states; allowed: one state"):
+        adapprox_jax.rank_report(tx.init(params), params)
