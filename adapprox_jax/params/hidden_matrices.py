@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from adapprox_jax.params.known_axes import KnownAxes, known_axes, word_of_vectors
+from adapprox_jax.params.known_axes import KnownAxes, known_axes
 from adapprox_jax.params.leaves import Leaves, spread_booleans
 from adapprox_jax.params.matrix_view import MatrixView, fused_shape, view_shape
+from adapprox_jax.params.vectors import word_of_vectors
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 
 # What `adapprox_muon` does with a leaf; the names of the two parts of its state.

@@ -7,7 +7,7 @@ times their size. Names and orders of axes are those of Flax, MaxText, Tunix and
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from adapprox_jax.params.boxes import haliax_names
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, default_axes
-
-_Module: TypeAlias = tuple[str, ...]  # the words of its path
+from adapprox_jax.params.vectors import Module, role_of, stack_axes
 
 _FROM_MODEL = re.compile(
     r"^((w_?|to_|combined_)?(q|k|v|kv|qkv)(_b)?(_proj|_einsum)?|query|key|value|queries|keys|values)$"
@@ -25,18 +24,16 @@ _TO_MODEL = re.compile(
     r"^(o|out|to_out|(attention_)?output|o_proj|out_proj|w_?o|post|attn_vec_einsum)$"
 )
 _ATTENTION = re.compile(r"attn|attention")
-_QKV = re.compile(
-    r"^((w|\w+_)?qkv|(w|to_|c_)?attn)(_proj)?$"
-)  # with 3 of one size, one after the other
+# With 3 of one size, one after the other.
+_QKV = re.compile(r"^((w|\w+_)?qkv|(w|to_|c_)?attn)(_proj)?$")
 _GATE_AND_UP = re.compile(r"^(gate_up|up_gate)(_proj)?$")  # 2 of them
-_KERNELS = ("kernel", "w", "weight")
+
 _OUTPUTS_FIRST = "weight"  # of PyTorch, Equinox and Levanter; Flax and Haiku say kernel and w
 _TO_EMBED = re.compile(r"^(down|c)_proj$")  # beside _TO_MODEL, in Levanter
 _STACKED = re.compile(r"^(layers?|blocks?|experts?|qkv)$")  # names of haliax' axes
 _CONV1D = re.compile(r"^c_(attn|fc|proj)$")  # of transformers' GPT-2: outputs first
-_NORMS = re.compile(r"(^|_)(ln|\w*norm)(_?\d+|_[a-z]|_before|_after)?$")
-_VECTORS = re.compile(r"^(b|gamma|beta|offset|gain|q?zeros)$|(^|_)q?scales?(_inv)?$")
-_BIASES = re.compile(r"(^|_)bias(es)?($|_)")
+
+
 _LONGEST_HEAD = 512  # a longer axis is of heads that are merged already
 
 
@@ -55,31 +52,17 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     and values, may be stacked along any axis before the size of heads. Kernels from the model tell
     which axis that is, because the model is larger than what is stacked. Layers are then stacked
     along the same axis in all leaves of the module around them. So they are where norms have two
-    axes. The axes of haliax' arrays have
-    names of their own, which come first.
+    axes. The axes of haliax' arrays have names of their own, which come first.
     """
-    stack_axes = _stack_axes(leaves)
-    if any(axis is not None for axis in stack_axes):
-        shapes = [leaf.shape for leaf in leaves.arrays]
-        layer = [
-            () if axis is None else (*shape[:axis], *shape[axis + 1 :])
-            for shape, axis in zip(shapes, stack_axes, strict=True)
-        ]
-        boxed = [
-            leaf if axis is None else jax.ShapeDtypeStruct(shape, jnp.float32)
-            for leaf, shape, axis in zip(leaves.boxed, layer, stack_axes, strict=True)
-        ]
-        of_layers = known_axes(dataclasses.replace(leaves, boxed=boxed))
-        return [
-            known if axis is None else _stacked(known, shape, axis)
-            for known, shape, axis in zip(of_layers, layer, stack_axes, strict=True)
-        ]
+    axes = stack_axes(leaves)
+    if any(axis is not None for axis in axes):
+        return _of_stacks(leaves, axes)
     paths = leaves.words
-    roles = list(map(_role, paths))
+    roles = list(map(role_of, paths))
     shapes = [leaf.shape for leaf in leaves.arrays]
     known = [KnownAxes()] * len(shapes)
-    stacked: dict[_Module, tuple[int, ...] | None] = {}  # of a module with a kernel from the model
-    layers: dict[_Module, tuple[int, int]] = {}  # axis and size, of a module and those around it
+    stacked: dict[Module, tuple[int, ...] | None] = {}  # of a module with a kernel from the model
+    layers: dict[Module, tuple[int, int]] = {}  # axis and size, of a module and those around it
     is_conv1d = any(
         role == "c_attn" and shape[-2:] == (3 * shape[-1], shape[-1])
         for (_, role), shape in zip(roles, shapes, strict=True)
@@ -111,38 +94,23 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     return known
 
 
-def _stack_axes(leaves: Leaves) -> list[int | None]:
-    """For each leaf the axis along which all of a module around it is stacked, or None.
-
-    Vectors of two axes show it: norms beside kernels of three axes or more. Biases may have one for
-    heads.
-    """
-    paths, arrays = leaves.words, leaves.arrays
-    modules: dict[_Module, list[int]] = {}
-    for i, words in enumerate(paths):
-        for length in range(1, len(words)):
-            modules.setdefault(tuple(words[:length]), []).append(i)
-    axes: list[int | None] = [None] * len(arrays)
-    for members in modules.values():  # outer ones first
-        shapes = [arrays[i].shape for i in members]
-        if min(map(len, shapes)) < 2 or sum(len(shape) > 2 for shape in shapes) < 2:
-            continue
-        named = {i: word for i in members if (word := word_of_vectors(paths[i]))}
-        norms = [i for i, word in named.items() if word != "b" and not _BIASES.search(word)]
-        vectors = [arrays[i].shape for i in norms]
-        lengths = [{shape[1 - axis] for shape in vectors if len(shape) == 2} for axis in (0, 1)]
-        fit = [
-            axis
-            for axis in (0, 1)
-            if len({shape[axis] for shape in shapes}) == 1
-            and lengths[axis]
-            and 1 not in lengths[axis]
-        ]
-        is_known = any(axes[i] is not None or haliax_names(leaves.boxed[i]) for i in members)
-        if fit and not is_known:
-            for i in members:
-                axes[i] = min(fit, key=lambda axis: shapes[0][axis])
-    return axes
+def _of_stacks(leaves: Leaves, axes: Sequence[int | None]) -> list[KnownAxes]:
+    """What is known of leaves some of which are stacked along axes, from one layer of these."""
+    shapes = [leaf.shape for leaf in leaves.arrays]
+    layer = [
+        () if axis is None else (*shape[:axis], *shape[axis + 1 :])
+        for shape, axis in zip(shapes, axes, strict=True)
+    ]
+    boxed = [
+        leaf if axis is None else jax.ShapeDtypeStruct(shape, jnp.float32)
+        for leaf, shape, axis in zip(leaves.boxed, layer, axes, strict=True)
+    ]
+    return [
+        known if axis is None else _stacked(known, shape, axis)
+        for known, shape, axis in zip(
+            known_axes(dataclasses.replace(leaves, boxed=boxed)), layer, axes, strict=True
+        )
+    ]
 
 
 def _stacked(known: KnownAxes, shape: tuple[int, ...], axis: int) -> KnownAxes:
@@ -157,25 +125,10 @@ def _stacked(known: KnownAxes, shape: tuple[int, ...], axis: int) -> KnownAxes:
     return KnownAxes(MatrixDimensionNumbers(shifted(rows), shifted(columns), parts), axis)
 
 
-def word_of_vectors(words: Sequence[str]) -> str | None:
-    """The word of a leaf's path that names a norm, a bias or a scale; None if there is none."""
-    _, role = _role(words)
-    is_kernel = words[-1:] == ["kernel"]  # a projection within a norm
-    found = [word for word in words if _NORMS.search(word) and not is_kernel]
-    found += [word for word in words[-1:] if _VECTORS.search(word)]
-    return next(iter(found), role if _BIASES.search(role) else None)
-
-
 def is_from_model(words: Sequence[str]) -> bool:
     """Whether a leaf's path names queries, keys or values, alone or fused."""
-    _, role = _role(words)
+    _, role = role_of(words)
     return bool(_FROM_MODEL.search(role) or _QKV.search(role))
-
-
-def _role(words: Sequence[str]) -> tuple[_Module, str]:
-    """The module that a kernel is in, and what it is called there."""
-    named = [*words[:-1]] if words and words[-1] in _KERNELS else [*words]
-    return tuple(named[:-1]), re.sub(r"_\d+$", "", named[-1]) if named else ""
 
 
 def _from_model(

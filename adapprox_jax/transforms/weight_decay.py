@@ -19,8 +19,6 @@ from adapprox_jax.argument_checks import (
 )
 from adapprox_jax.params.leaves import require_booleans, spread_booleans
 
-_SCHEDULE = "a function of the step"
-
 
 class CautiousWeightDecayState(NamedTuple):
     """State of `add_cautious_weight_decay` with a schedule."""
@@ -103,26 +101,27 @@ def decay_and_rate(
         decay = add_cautious_weight_decay(weight_decay, mask)
     else:
         decay = optax.add_decayed_weights(schedule, _checked_mask(mask))
-    of_decay = "a mask" if mask is not None else _SCHEDULE if callable(weight_decay) else None
-    of_rate = _SCHEDULE if callable(learning_rate) else None
     scaled = optax.scale_by_learning_rate(rate)
-    return _needing("weight_decay", of_decay, decay), _needing("learning_rate", of_rate, scaled)
+    if mask is not None:
+        decay = _needing("a mask is given", decay)
+    elif callable(weight_decay):
+        decay = _needing("weight_decay is a function of the step", decay)
+    if callable(learning_rate):
+        scaled = _needing("learning_rate is a function of the step", scaled)
+    return decay, scaled
 
 
-def _needing(
-    name: str, what: str | None, tx: optax.GradientTransformation
-) -> optax.GradientTransformation:
-    """The transformation, which says what a state lacks that was made by other settings."""
+def _needing(what: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation, which says what a state was made without."""
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if isinstance(state, optax.EmptyState):
             raise ValueError(
-                f"{name} has {what}, and the state was made without one; allowed: a state that was"
-                " made with one."
+                f"{what}, and the state was made without one; allowed: a state made with one."
             )
         return tx.update(updates, state, params)
 
-    return tx if what is None else optax.GradientTransformation(tx.init, update)
+    return optax.GradientTransformation(tx.init, update)
 
 
 def _checked_schedule(

@@ -18,10 +18,9 @@ COMPRESSED = {  # bytes for each parameter
     "Adapprox, rank 16, average in 8 bits": 1.25,
     "Adapprox, rank 16, average in 4 bits": 0.75,
 }
-each_column = pytest.mark.parametrize(("model", "b1"), COLUMNS)
 
 
-@each_column
+@pytest.mark.parametrize(("model", "b1"), COLUMNS)
 def test_every_cell_equals_the_papers_at_the_printed_digit(model, b1):
     records = RECORDED[model][str(b1)].items()
     printed = {name: f"{r['mib']:.1f}" for name, r in records if r["paper_mib"] is not None}

@@ -287,9 +287,9 @@ def test_an_average_whose_decay_is_one_in_bfloat16_is_refused():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(learning_rate=lambda step: 1e-3), "learning_rate has a function of the step, and"),
-        (dict(weight_decay=lambda step: 0.1), "weight_decay has a function of the step, and"),
-        (dict(mask={"w": True}), "weight_decay has a mask, and the state was made without one"),
+        (dict(learning_rate=lambda step: 1e-3), "learning_rate is a function of the step, and"),
+        (dict(weight_decay=lambda step: 0.1), "weight_decay is a function of the step, and"),
+        (dict(mask={"w": True}), "a mask is given, and the state was made without one"),
     ],
 )
 def test_a_state_without_a_count_or_a_mask_does_not_go_on_with_one(changes, words):

@@ -211,8 +211,8 @@ def test_a_threshold_of_nan_gives_the_largest_rank():
 
 @pytest.mark.parametrize("growth", [3, 2.7, 1e30, 2**31, -5, float("nan")])
 def test_any_number_can_be_a_growth(growth):
-    rank = chosen(threshold=0.0, rank_growth=lambda error: growth)
-    assert rank == 8
+    assert chosen(threshold=0.0, rank_growth=lambda error: growth) == 8
+    assert chosen(threshold=0.0, rank_growth=lambda error: float(growth) + 0 * error) == 8
 
 
 @pytest.mark.parametrize(
