@@ -11,7 +11,7 @@ import optax
 from adapprox_jax.params.known_axes import KnownAxes, known_axes
 from adapprox_jax.params.leaves import Leaves, spread_booleans
 from adapprox_jax.params.matrix_view import MatrixView, fused_shape, view_shape
-from adapprox_jax.params.vectors import word_of_vectors
+from adapprox_jax.params.vectors import role_of, word_of_vectors
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 
 # What `adapprox_muon` does with a leaf; the names of the two parts of its state.
@@ -26,6 +26,9 @@ _OUTER = re.compile(
     r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|(?<!pre_)logits|classifier|readout"
 )
 _CLASSIFIER = re.compile(r"^output_projection$")  # but of attention it is a projection
+_LAST = re.compile(  # layers outside of the modules that hold all others
+    r"^((fc|final|lm)(_\w+)?|linear|dense|out(put)?|shared|decoder|predictions?|policy)$"
+)
 _INNER = re.compile(
     r"attn|attention|mixer|mamba|ssm|^(q|k|v|o|x|dt|in|out|up|down)_proj|^(query|key|value)$"
 )
@@ -47,8 +50,9 @@ def hidden_matrices(
     """Which leaves are matrices between hidden layers: neither embeddings, heads nor vectors.
 
     As Muon's users choose: by name ("embed", "wte", "lm_head", "bias", "scale", "A_log", "lora_a"
-    and their like, most of them anywhere in the path) and by shape. A side of fewer than 8 is no
-    side of a hidden matrix. Nor is one of more than 16 times the other, but for stacks of other
+    and their like, in the path) and by shape. Where all other matrices are in modules, one that is
+    called "output", "fc", "dense" or the like is a head. A side of fewer than 8 is no side of a
+    hidden matrix. Nor is one of more than 16 times the other, but for stacks of other
     things than layers and projections of attention and state spaces. Stacked layers (L, m, n) count
     as matrices. An attention kernel (model, heads, size) counts as one, if its name is known:
     "query", "q_proj", "wq_b", "kv_einsum", "out" and their like.
@@ -148,14 +152,26 @@ def _matrices(shape: tuple[int, ...], view: MatrixView) -> str:
 
 def _reasons(leaves: Leaves, views: Sequence[MatrixView]) -> list[str]:
     """Why each leaf is no hidden matrix; an empty string where it is one."""
-    return list(map(_reason, leaves.words, leaves.arrays, views, known_axes(leaves)))
+    words = leaves.words
+    reasons = list(map(_reason, words, leaves.arrays, views, known_axes(leaves)))
+    roles = {i: role_of(words[i]) for i, reason in enumerate(reasons) if not reason}
+    depth = min((len(module) for module, _ in roles.values()), default=0)
+    outer = {i: role for i, (module, role) in roles.items() if len(module) == depth}
+    sides = {i: tuple(sorted(leaves.arrays[i].shape)) for i in outer}
+    # At most two, the first and the last; two that undo one another are of an MLP.
+    if len(set(sides.values())) == len(outer) <= 2 and len(outer) < len(roles):
+        for i, role in outer.items():
+            if _LAST.search(role) and len(set(sides[i])) == len(sides[i]) == 2:
+                reasons[i] = f"'{role}' outside of the modules of all other matrices is a head"
+    return reasons
 
 
 def _reason(words: Sequence[str], leaf: Any, view: MatrixView, known: KnownAxes) -> str:
     is_inner = any(map(_INNER.search, words))
     is_torch = words[-1:] == ["weight"]
-    for word in words:
-        if _OUTER.search(word) or (_CLASSIFIER.search(word) and not is_inner):
+    for place, word in enumerate(words, -len(words)):
+        is_near = place >= -3  # else a whole network, as in MAPHead_0/MlpBlock_0/Dense_0/kernel
+        if (is_near and _OUTER.search(word)) or (_CLASSIFIER.search(word) and not is_inner):
             return f"'{word}' names an embedding or a head"
         if _LOW_RANK.search(word):
             return f"'{word}' names a low-rank update"

@@ -28,8 +28,8 @@ _ATTENTION = re.compile(r"attn|attention")
 _QKV = re.compile(r"^((w|\w+_)?qkv|(w|to_|c_)?attn)(_proj)?$")
 _GATE_AND_UP = re.compile(r"^(gate_up|up_gate)(_proj)?$")  # 2 of them
 
-_OUTPUTS_FIRST = "weight"  # of PyTorch, Equinox and Levanter; Flax and Haiku say kernel and w
-_TO_EMBED = re.compile(r"^(down|c)_proj$")  # beside _TO_MODEL, in Levanter
+_OUTPUTS_FIRST = "weight"  # of PyTorch and Equinox; Flax and Haiku say kernel and w
+_TO_EMBED = re.compile(r"^((down|c)_proj|w2)$")  # beside _TO_MODEL, in Levanter
 _STACKED = re.compile(r"^(layers?|blocks?|experts?|qkv)$")  # names of haliax' axes
 _CONV1D = re.compile(r"^c_(attn|fc|proj)$")  # of transformers' GPT-2: outputs first
 
@@ -62,6 +62,7 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     shapes = [leaf.shape for leaf in leaves.arrays]
     known = [KnownAxes()] * len(shapes)
     stacked: dict[Module, tuple[int, ...] | None] = {}  # of a module with a kernel from the model
+    alike: dict[tuple[Module, tuple[int, ...]], MatrixDimensionNumbers] = {}  # other such kernels
     layers: dict[Module, tuple[int, int]] = {}  # axis and size, of a module and those around it
     is_conv1d = any(
         role == "c_attn" and shape[-2:] == (3 * shape[-1], shape[-1])
@@ -71,21 +72,30 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         if _FROM_MODEL.search(role):
             numbers, batch = _from_model(role, shapes[i])
             known[i] = KnownAxes(numbers)
+            if numbers is not None:
+                alike[module, shapes[i]] = numbers
             if stacked.get(module) is None:
                 stacked[module] = batch
             if batch is not None and len(batch) == 1 and "kv" not in role:
                 for length in range(len(module) + 1):
                     layers.setdefault(module[:length], (batch[0], shapes[i][batch[0]]))
+    # PyTorch's kernels have no axis for heads.
+    is_torch = not any(
+        of_leaf.numbers and words[-1:] == [_OUTPUTS_FIRST]
+        for of_leaf, words in zip(known, paths, strict=True)
+    )
     for i, (module, role) in enumerate(roles):
         if _TO_MODEL.search(role):
             batch = stacked.get(module, () if any(map(_ATTENTION.search, module)) else None)
             known[i] = KnownAxes(None if batch is None else _to_model(shapes[i], batch))
+        elif (module, shapes[i]) in alike:  # gates, and keys of positions
+            known[i] = KnownAxes(alike[module, shapes[i]])
         around = (module[:length] for length in range(len(module), 0, -1))
         axis, size = next((layers[outer] for outer in around if outer in layers), (0, -1))
         if shapes[i][axis : axis + 1] == (size,):
             known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
         plain = _plain(known[i].numbers, shapes[i])
-        is_outputs_first = paths[i][-1:] == [_OUTPUTS_FIRST]
+        is_outputs_first = paths[i][-1:] == [_OUTPUTS_FIRST] and is_torch
         if plain and (is_outputs_first or (is_conv1d and _CONV1D.search(role))):
             known[i] = known[i]._replace(numbers=MatrixDimensionNumbers(*reversed(plain)))
         if (module, f"{role}_bias") not in roles:  # of GPT-OSS: gate and up are interleaved

@@ -10,7 +10,9 @@ from adapprox_jax.params.leaves import Leaves
 Module: TypeAlias = tuple[str, ...]  # the words of its path
 
 _NORMS = re.compile(r"(^|_)(ln|\w*norm)(_?\d+|_[a-z]|_before|_after)?$")
-_VECTORS = re.compile(r"^(b|gamma|beta|offset|gain|q?zeros)$|(^|_)q?scales?(_inv)?$")
+_VECTORS = re.compile(
+    r"^(b|gamma|beta|offset|gain|q?zeros)$|(^|_)q?scales?(_inv)?$|[a-z]{4}_b$"  # query_b
+)
 _BIASES = re.compile(r"(^|_)bias(es)?($|_)")
 _KERNELS = ("kernel", "w", "weight")
 
@@ -18,7 +20,7 @@ _KERNELS = ("kernel", "w", "weight")
 def role_of(words: Sequence[str]) -> tuple[Module, str]:
     """The module that a kernel is in, and what it is called there."""
     named = [*words[:-1]] if words and words[-1] in _KERNELS else [*words]
-    return tuple(named[:-1]), re.sub(r"_\d+$", "", named[-1]) if named else ""
+    return tuple(named[:-1]), re.sub(r"(_\d+|(?<=.{4})_w)$", "", named[-1]) if named else ""
 
 
 def word_of_vectors(words: Sequence[str]) -> str | None:

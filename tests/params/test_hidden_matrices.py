@@ -119,6 +119,43 @@ TREES = {
         "blocks/norm/linear/kernel": ((64, 192), "64 x 192"),
         "final_layer/linear/kernel": ((384, 32), "names an embedding or a head"),
     },
+    "axlearn: weights by heads, so those of the MLP have inputs first, too": {
+        "layer0/self_attention/q_proj/weight": ((512, 8, 64), "512 x 512"),
+        "layer0/feed_forward/linear1_0/weight": ((512, 1376), "512 x 1376"),
+    },
+    "AlphaFold": {
+        "evoformer/attention/query_w": ((48, 256, 8, 32), "48 of 256 x 256"),
+        "evoformer/attention/gating_w": ((48, 256, 8, 32), "48 of 256 x 256"),
+        "evoformer/attention/output_w": ((48, 8, 32, 256), "48 of 256 x 256"),
+        "evoformer/attention/gating_b": ((48, 8, 32), "names vectors"),
+        "evoformer/transition/transition1/weights": ((48, 256, 1024), "48 of 256 x 1024"),
+    },
+    "networks named after heads and embeddings": {
+        "MAPHead_0/MlpBlock_0/Dense_0/kernel": ((64, 256), "64 x 256"),
+        "MAPHead_0/Attention_0/query/kernel": ((64, 4, 16), "64 x 64"),
+        "text_embedder/layers_0/mlp/kernel": ((64, 256), "64 x 256"),
+        "embeddings/patch_embeddings/projection/kernel": ((192, 64), "names an embedding"),
+    },
+    "Llama's own names": {
+        "tok_embeddings/weight": ((512, 64), "names an embedding"),
+        "layers/0/attention/wq/weight": ((64, 64), "64 x 64, outputs first"),
+        "layers/0/feed_forward/w1/weight": ((256, 64), "256 x 64, outputs first"),
+        "output/weight": ((512, 64), "'output' outside of the modules"),
+    },
+    "a ResNet": {
+        "conv_init/kernel": ((7, 7, 3, 64), "a side of 3"),
+        "ResNetBlock_0/Conv_0/kernel": ((3, 3, 64, 64), "9 of 64 x 64"),
+        "Dense_0/kernel": ((64, 100), "'dense' outside of the modules"),
+    },
+    "an MLP beside attention": {
+        "attention/query/kernel": ((64, 4, 16), "64 x 64"),
+        "Dense_0/kernel": ((64, 256), "64 x 256"),
+        "Dense_1/kernel": ((256, 64), "256 x 64"),
+    },
+    "layers without modules": {
+        "Dense_0/kernel": ((64, 256), "64 x 256"),
+        "Dense_1/kernel": ((256, 100), "256 x 100"),
+    },
     "gate and up interleaved": {
         "experts/gate_up_proj": ((4, 64, 256), "4 of 64 x 256"),
         "experts/gate_up_proj_bias": ((4, 256), "names vectors"),
