@@ -5,6 +5,7 @@ alike by zeros around them. What is cut out of an array at a place that the comp
 separate kernel. So places are numbers that it does not know.
 """
 
+import collections
 import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ _MOST_GROWTH = 1.5  # of a side, by zeros
 
 
 def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
-    """Groups trees of arrays of the same shapes, types and kind. Large ones and few are alone.
+    """Groups trees of arrays of nearly the same shapes. Large ones and few are alone.
 
     So is each on a mesh in use, even of one device, and each with an explicit sharding: arrays of
     one shape may be sharded otherwise.
@@ -36,46 +37,23 @@ def alike(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[list[int]]:
     Returns:
       The places of the members of each group.
     """
-    groups: dict[Any, list[int]] = {}
-    for i, (tree, kind) in enumerate(zip(trees, kinds, strict=True)):
-        key = _key(tree, kind)
-        groups.setdefault(i if key is None else (key, _sizes(tree)), []).append(i)
-    parts = ([group] if len(group) >= MANY else [[i] for i in group] for group in groups.values())
-    return [part for several in parts for part in several]
-
-
-def padded(trees: Sequence[Any], kinds: Sequence[Hashable]) -> list[Any]:
-    """Trees become alike, if there are many of nearly the same shapes.
-
-    Args:
-      trees: As in `alike`. What is done with them must not depend on zeros after the last numbers
-        along each axis.
-      kinds: As in `alike`.
-
-    Returns:
-      The trees, some with such zeros. `cut` takes these away.
-    """
     sizes = [_sizes(tree) for tree in trees]
-    groups: dict[Hashable, list[list[int]]] = {}
+    groups: dict[Hashable, list[tuple[list[int], list[int]]]] = {}  # members, largest sizes
     for i in sorted(range(len(trees)), key=sizes.__getitem__):
         key = _key(trees[i], kinds[i])
-        if key is None:
-            continue
-        for group in groups.setdefault(key, []):
-            smallest = zip(sizes[group[0]], sizes[i], strict=True)
-            if all(m <= n <= _MOST_GROWTH * m for m, n in smallest):
-                group.append(i)
+        of_key = groups.setdefault(i if key is None else key, [])
+        for members, largest in of_key:
+            grown = list(map(max, largest, sizes[i]))
+            smallest = zip(sizes[members[0]], sizes[i], strict=True)
+            is_near = all(m <= n <= _MOST_GROWTH * m for m, n in smallest)
+            if is_near and math.prod(grown[: jax.tree.leaves(trees[i])[0].ndim]) <= SMALL:
+                members.append(i)
+                largest[:] = grown
                 break
         else:
-            groups[key].append([i])
-    results = list(trees)
-    for group in (group for of_key in groups.values() for group in of_key):
-        members = [trees[i] for i in group]
-        shapes = jax.tree.map(lambda *x: np.max([y.shape for y in x], axis=0), *members)
-        if len(group) >= MANY and math.prod(jax.tree.leaves(shapes)[0]) <= SMALL:
-            for i in group:
-                results[i] = jax.tree.map(_with_zeros, trees[i], shapes)
-    return results
+            of_key.append(([i], list(sizes[i])))
+    found = [sorted(members) for of_key in groups.values() for members, _ in of_key]
+    return sorted(part for m in found for part in ([m] if len(m) >= MANY else [[i] for i in m]))
 
 
 def _key(tree: Any, kind: Hashable) -> Hashable:
@@ -92,22 +70,6 @@ def _sizes(tree: Any) -> tuple[int, ...]:
     return tuple(n for array in jax.tree.leaves(tree) for n in array.shape)
 
 
-def _with_zeros(array: jax.Array, shape: np.ndarray) -> jax.Array:
-    if tuple(shape) == array.shape:
-        return array
-    missing = [(0, int(n - m), 0) for m, n in zip(array.shape, shape, strict=True)]
-    return jax.lax.pad(array, jnp.zeros((), array.dtype), missing)
-
-
-def cut(tree: Any, like: Any) -> Any:
-    """The first numbers along each axis, as many as the arrays of another tree have."""
-
-    def cut_one(array: jax.Array, like: jax.Array) -> jax.Array:
-        return array if array.shape == like.shape else array[tuple(map(slice, like.shape))]
-
-    return jax.tree.map(cut_one, tree, like)
-
-
 def each_alike(
     function: Callable[..., Any], trees: Sequence[Any], kinds: Sequence[Hashable]
 ) -> list[Any]:
@@ -115,7 +77,7 @@ def each_alike(
 
     Args:
       function: From a tree of arrays to one of arrays of the same shapes. Its numbers must not
-        depend on zeros that `padded` adds.
+        depend on zeros that `stacked` adds.
       trees: Of arrays.
       kinds: As in `alike`.
     """
@@ -123,17 +85,17 @@ def each_alike(
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.leaf_after_leaf:
             return list(map(function, trees))
-        of_one_shape = padded(trees, kinds)
-        groups = alike(of_one_shape, kinds)
+        groups = alike(trees, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}
         for group in groups:
+            members = [trees[i] for i in group]
             if len(group) == 1:
-                results[group[0]] = function(trees[group[0]])
+                results[group[0]] = function(*members)
             else:
-                done = jax.vmap(function)(stacked([of_one_shape[i] for i in group]))
-                results.update(zip(group, unstacked(done, places[: len(group)]), strict=True))
-        return [cut(results[i], tree) for i, tree in enumerate(trees)]
+                done = unstacked(jax.vmap(function)(stacked(members)), places, members)
+                results.update(zip(group, done, strict=True))
+        return [results[i] for i in range(len(trees))]
 
     if not (trees and jax.sharding.get_abstract_mesh().empty):
         return list(map(function, trees))
@@ -141,8 +103,26 @@ def each_alike(
 
 
 def stacked(trees: Sequence[Any]) -> Any:
-    """Trees of arrays of one shape as one tree with a new first axis."""
-    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *trees)
+    """Trees of arrays as one with a new first axis, with zeros after all but the longest."""
+    return jax.tree.map(lambda *arrays: _stacked(arrays), *trees)
+
+
+def _stacked(arrays: Sequence[jax.Array]) -> jax.Array:
+    shapes = np.array([x.shape for x in arrays], np.int32)
+    largest = shapes.max(axis=0)
+    if (shapes == largest).all():
+        return jnp.stack(arrays)
+    # To fill up each array with zeros would be a kernel for each. To gather from all is one.
+    full = (len(arrays), *map(int, largest))
+    within, inside = jnp.zeros(full, jnp.int32), jnp.ones(full, bool)
+    for axis, sizes in enumerate(shapes.T):
+        size = jax.lax.broadcast_in_dim(sizes, full, (0,))
+        place = jax.lax.broadcasted_iota(jnp.int32, full, axis + 1)
+        within, inside = within * size + place, inside & (place < size)
+    starts = np.cumsum([0, *(x.size for x in arrays[:-1])], dtype=np.int32)
+    flat = jnp.concatenate([x.ravel() for x in arrays])
+    index = jax.lax.broadcast_in_dim(starts, full, (0,)) + within
+    return jnp.where(inside, flat.at[index].get(mode="clip"), jnp.zeros((), flat.dtype))
 
 
 def places_within(groups: Sequence[Sequence[int]], trees: Sequence[Any]) -> list[jax.Array]:
@@ -166,11 +146,31 @@ def places_within(groups: Sequence[Sequence[int]], trees: Sequence[Any]) -> list
     return places
 
 
-def unstacked(tree: Any, places: Sequence[jax.Array]) -> list[Any]:
-    """What is at some places of the first axis of all arrays."""
+def unstacked(tree: Any, places: Sequence[jax.Array], like: Sequence[Any]) -> list[Any]:
+    """Undoes `stacked`.
+
+    Args:
+      tree: Of arrays with a common first axis.
+      places: Of `places_within`.
+      like: Trees of arrays of the shapes of the results.
+    """
+    structure: Any
+    arrays, structure = jax.tree.flatten(tree)
+    shapes = [[x.shape for x in jax.tree.leaves(of_one)] for of_one in like]
+    parts = map(partial(_unstacked, places), arrays, zip(*shapes, strict=True))
+    return [structure.unflatten(of_one) for of_one in zip(*parts, strict=True)]
+
+
+def _unstacked(
+    places: Sequence[jax.Array], array: jax.Array, shapes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
     # In memory: a kernel that cuts one out of an elementwise array works it out anew.
-    tree = jax.tree.map(
-        lambda x: materialize(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, tree
-    )
-    take = partial(jax.lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
-    return [jax.tree.map(lambda x, p=place: take(x, p), tree) for place in places]
+    array = materialize(array) if jnp.issubdtype(array.dtype, jnp.floating) else array
+    counts = collections.Counter(shapes)
+    results = []
+    for i, shape in enumerate(shapes):
+        # One of a shape of its own has a kernel of its own, which may know the place.
+        place = i if counts[shape] == 1 else places[i]
+        one = jax.lax.dynamic_index_in_dim(array, place, 0, False, allow_negative_indices=False)
+        results.append(one if one.shape == shape else one[tuple(map(slice, shape))])
+    return results

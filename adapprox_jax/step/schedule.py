@@ -24,7 +24,7 @@ from adapprox_jax.params.matrix_view import (
 from adapprox_jax.settings import Settings
 from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_automatic_axes
 from adapprox_jax.state.layout import LeafState
-from adapprox_jax.step.alike import alike, cut, padded, places_within, stacked, unstacked
+from adapprox_jax.step.alike import alike, places_within, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
 from adapprox_jax.step.platform import GPU, Platform, on_platform
@@ -84,13 +84,14 @@ def _leaf_after_leaf(
         _kind_of(grad, state, view, static["settings"]) if state.is_factored else None
         for grad, state, view in zip(grads, states, views, strict=True)
     ]
-    leaves = padded(list(zip(grads, states, strict=True)), kinds)
+    leaves = list(zip(grads, states, strict=True))
     groups = alike(leaves, kinds)
     places = places_within(groups, grads)
     for group in groups:
-        (grad, state), view, entries = leaves[group[0]], views[group[0]], None
+        members = [leaves[i] for i in group]
+        (grad, state), view, entries = members[0], views[group[0]], None
         if len(group) > 1:
-            (grad, state), view = stacked([leaves[i] for i in group]), view.stacked()
+            (grad, state), view = stacked(members), view.stacked()
             if any(grads[i].shape != grad.shape[1:] for i in group):
                 counts = [grads[i].size for i in group]
                 entries = jnp.array(counts, wide_dtype(grad.dtype))
@@ -100,7 +101,8 @@ def _leaf_after_leaf(
         stepped = _together(scalars, [grad], [state], [entries], views=(view,), **static)
         [(scaled, new, squares)] = stepped
         if len(group) > 1:
-            results.update(zip(group, unstacked((scaled, new), places[: len(group)]), strict=True))
+            parts = unstacked((scaled, new), places, members)
+            results.update(zip(group, parts, strict=True))
         else:
             results[group[0]] = scaled, new
         if squares is not None:
@@ -108,7 +110,7 @@ def _leaf_after_leaf(
             # before that: small decompositions run beside the next leaf's products.
             done = jnp.stack([jnp.sum(squares).astype(jnp.float32), last_error])
             last_error = jnp.max(new.error).astype(jnp.float32)
-    return [cut(results[i], leaf) for i, leaf in enumerate(zip(grads, states, strict=True))]
+    return [results[i] for i in range(len(grads))]
 
 
 def _kind_of(

@@ -21,7 +21,7 @@ from adapprox_jax.sharding.axes import (
     with_automatic_axes,
 )
 from adapprox_jax.sharding.matrix_exchange import by_kind, each_on_one_device
-from adapprox_jax.step.alike import MANY, cut, padded, places_within, unstacked
+from adapprox_jax.step.alike import MANY, alike, places_within, stacked, unstacked
 from adapprox_jax.step.batching import grouping_of, together
 from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after, first_two
@@ -101,14 +101,15 @@ def _of_stacks(
     """Orthogonalizes stacks of matrices, those of one shape together."""
     results = list(stacks)
     last: jax.Array | None = None
-    matrices = list(stacks)
+    many: list[list[int]] = []
     if platform.leaf_after_leaf:
         # Zeros around a matrix stay zeros. Fused parts would be cut at other places.
-        counts = map(len, stacks)
-        alike = [None if max(of) > 1 else n for of, n in zip(parts, counts, strict=True)]
-        matrices = padded(stacks, alike)
-    groups = [group for kind in grouping_of(matrices).kinds for group in kind]
-    places = places_within(groups, stacks) if platform.leaf_after_leaf else []
+        can_grow = [len(x) == max(of) == 1 or None for x, of in zip(stacks, parts, strict=True)]
+        many = [group for group in alike(stacks, can_grow) if len(group) > 1]
+    places = places_within(many, stacks)
+    others = sorted(set(range(len(stacks))).difference(*many))
+    of_others = grouping_of([stacks[i] for i in others]).kinds
+    groups = many + [[others[i] for i in group] for kind in of_others for group in kind]
     fused_alike = [
         ([i for i in group if parts[i] == of], of)
         for group in groups
@@ -118,20 +119,18 @@ def _of_stacks(
         work = partial(_each_part, partial(_in_turn, steps, platform), of)
         on_mesh = is_compilers_mesh()
         kinds = by_kind(names, group) if on_mesh else [[i] for i in group]
-        room = devices_in_use() if on_mesh else _at_once(platform, matrices[group[0]].shape)
+        room = devices_in_use() if on_mesh else _at_once(platform, stacks[group[0]].shape)
         for some in _batches(stacks, kinds, room):
             # In the type of products here already: half of what is moved and put together.
-            members = [
-                matrices[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some
-            ]
+            members = [stacks[i].astype(platform.directions_dtype or stacks[i].dtype) for i in some]
             if last is not None:
                 # A row of each matrix tells, because a batch of matrices is done all at once.
                 members[0] = begin_after(platform, last[:, 0], members[0])
             if on_mesh:
                 done = each_on_one_device(work, [names[i] for i in some], members)
-            elif places and len(members) >= MANY and set(map(len, members)) == {1}:
-                of_members = unstacked(work(jnp.concatenate(members)), places[: len(members)])
-                done = [x[None] for x in of_members]
+            elif group in many:
+                of_members = work(stacked([x[0] for x in members]))
+                done = [x[None] for x in unstacked(of_members, places, [x[0] for x in members])]
             else:
                 done = together(work, members)
             last = done[0]
@@ -142,7 +141,7 @@ def _of_stacks(
                     # XLA makes a whole array of a number that it knows, long before. To wait costs
                     # a kernel for each leaf, so not where many small ones share theirs.
                     scale = begin_after(platform, first_two(x), jnp.asarray(scale, x.dtype))
-                results[i] = cut(x, stacks[i]).astype(stacks[i].dtype) * scale
+                results[i] = x.astype(stacks[i].dtype) * scale
     return results
 
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
-from adapprox_jax.step.alike import MANY, padded, places_within, unstacked
+from adapprox_jax.step.alike import MANY, alike, places_within, stacked, unstacked
 from tests.common import described
 
 slow = pytest.mark.slow
@@ -83,8 +83,9 @@ def of_many_shapes(count):
 def test_a_leaf_among_many_of_about_its_shape_is_as_alone(name, changes):
     tx = TRANSFORMATIONS[name](**changes)
     grads = of_many_shapes(2 * MANY)
-    (fitted,) = {x.shape for x in padded(list(grads.values())[1::2], [()] * MANY)}
-    assert fitted == (96 + 2 * MANY, 147 + 2 * MANY)
+    ones = list(grads.values())[1::2]
+    assert alike(ones, [()] * MANY) == [list(range(MANY))]
+    assert stacked(ones).shape == (MANY, 96 + 2 * MANY, 147 + 2 * MANY)
     grads["w3"] = grads["w3"].at[0, 0].set(jnp.nan)  # of no concern to the others
     # With the longest side random starts are the same among many and alone.
     grads["longest"] = jax.random.normal(jax.random.key(1), (64, 200))
@@ -171,16 +172,20 @@ def test_zeros_around_leaves_in_float64_under_strict_flags(approximate):
             assert np.all(np.isfinite(x))
 
 
-def test_leaves_that_zeros_would_make_large_stay_as_they_are():
-    shapes = [(257, 384)] * 4 + [(312, 320)] * 4
-    arrays = [jnp.zeros(shape) for shape in shapes]
-    assert [x.shape for x in padded(arrays, [()] * 8)] == shapes
+def groups_of(*shapes):
+    return alike([jnp.zeros(shape) for shape in shapes], [()] * len(shapes))
+
+
+def test_no_leaf_becomes_large_by_zeros():
+    flat, tall = [(257, 384)] * MANY, [(312, 320)] * MANY
+    assert groups_of(*flat, *tall) == [list(range(MANY)), list(range(MANY, 2 * MANY))]
+    assert groups_of(*flat[:4], *tall[:4]) == [[i] for i in range(8)]
 
 
 def test_no_side_grows_by_more_than_half():
     sides = [*range(64, 64 + MANY), *range(97, 97 + MANY), 200]
-    shapes = [x.shape for x in padded([jnp.zeros((n, 80)) for n in sides], [()] * len(sides))]
-    assert shapes == [(71, 80)] * MANY + [(104, 80)] * MANY + [(200, 80)]
+    expected = [list(range(MANY)), list(range(MANY, 2 * MANY)), [2 * MANY]]
+    assert groups_of(*((side, 80) for side in sides)) == expected
 
 
 @pytest.mark.parametrize("changes", [dict(approximate="moment"), dict(mu_dtype="int4")])
@@ -199,12 +204,19 @@ def test_each_leaf_adds_little_to_compile(changes):
     assert more - instructions <= 8 * 280  # 190 and 210; worked out anew 370 and 740
 
 
-def test_unstacked():
-    array = jnp.arange(36.0).reshape(9, 2, 2).at[0, 0, 0].set(jnp.nan)
-    assert places_within([[0]], [array]) == []  # nothing is taken apart
-    places = places_within([[0], range(9)], [array])
-    parts = unstacked({"a": array, "b": array[:, 0, 1]}, places)
-    assert len(parts) == 9
-    for place, part in enumerate(parts):
-        np.testing.assert_array_equal(part["a"], array[place])
-        np.testing.assert_array_equal(part["b"], array[place, 0, 1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int8, jnp.int4])
+def test_stacks(dtype):
+    shapes = [(2, 3), (3, 2), (3, 3), (2, 3), (2, 2), (3, 2), (2, 3), (3, 1)]
+    arrays = [jnp.arange(-2, np.prod(shape) - 2).reshape(shape).astype(dtype) for shape in shapes]
+    if dtype == jnp.float32:
+        arrays[0] = arrays[0].at[1, 2].set(jnp.nan)  # next to the first number of the second
+    trees = [{"a": array, "b": jnp.asarray(i)} for i, array in enumerate(arrays)]
+    stack = stacked(trees)
+    for whole, array in zip(stack["a"], arrays, strict=True):
+        padded = np.zeros((3, 3))
+        padded[tuple(map(slice, array.shape))] = array
+        np.testing.assert_array_equal(whole, padded)
+    assert places_within([[0]], trees) == []  # nothing is taken apart
+    places = places_within([[0], range(8)], trees)
+    for part, tree in zip(unstacked(stack, places, trees), trees, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, part, tree)
