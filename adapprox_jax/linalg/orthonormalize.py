@@ -92,8 +92,7 @@ def unit_columns(matrix: jax.Array) -> jax.Array:
 def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
     """L^-1 with L L^T = G of each of many positive definite matrices, (batch, width, width)."""
     widest = max(x.shape[-1] for x in grams)
-    padded = [_padded(gram, widest) for gram in grams]
-    stacked = padded[0] if len(padded) == 1 else jnp.concatenate(padded)
+    stacked = jnp.concatenate([_padded(gram, widest) for gram in grams])
     eye = np.eye(widest, dtype=stacked.dtype)[None]
     factor = jax.lax.linalg.cholesky(stacked, symmetrize_input=False)
     # Should rounding outweigh the shift: this round then does nothing.
@@ -103,10 +102,8 @@ def _inverse_factors(grams: Sequence[jax.Array]) -> list[jax.Array]:
         factor, jnp.broadcast_to(eye, factor.shape), left_side=True, lower=True
     )
     ends = np.cumsum([x.shape[0] for x in grams])
-    parts = jnp.split(inverse, ends[:-1]) if len(grams) > 1 else [inverse]
-    return [
-        part[:, : gram.shape[-1], : gram.shape[-1]] for part, gram in zip(parts, grams, strict=True)
-    ]
+    parts = zip(jnp.split(inverse, ends[:-1]), grams, strict=True)
+    return [part[:, : gram.shape[-1], : gram.shape[-1]] for part, gram in parts]
 
 
 def _padded(gram: jax.Array, width: int) -> jax.Array:

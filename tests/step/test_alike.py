@@ -63,6 +63,17 @@ def test_a_leaf_among_many_is_as_alone(name, jitted):
         assert_as_alone(name, together[leaf], alone)
 
 
+def test_a_stack_among_many_is_as_alone():
+    tx = adapprox_jax.scale_by_adapprox(max_rank=4)
+    keys = jax.random.split(jax.random.key(0), MANY)
+    grads = {f"w{i}": jax.random.normal(key, (2, 72, 80)) for i, key in enumerate(keys)}
+    among, alone = (
+        jax.jit(tx.update)(tree, tx.init(tree), tree)[0]["w0"]
+        for tree in (grads, {"w0": grads["w0"]})
+    )
+    assert_as_alone("adapprox", among, alone)
+
+
 def of_many_shapes(count):
     """Some that stand, some that lie. None has the longest rows and the longest columns of all."""
     keys = jax.random.split(jax.random.key(0), count)
