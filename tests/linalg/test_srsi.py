@@ -346,3 +346,16 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
 
 def test_a_zero_matrix_has_no_error():
     assert low_rank.tail_error(jnp.zeros(3), jnp.zeros(()), 1) == 0
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_power_of_two_below(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        limits = jnp.finfo(dtype)
+        smallest, largest = float(limits.tiny), float(limits.max)
+        for x in (1.0, 1.5, 2.0, 3e-20, 0.75, 5e20):
+            assert 1 <= x / low_rank.power_of_two_below(jnp.asarray(x, dtype)) < 2
+        assert low_rank.power_of_two_below(jnp.asarray(0, dtype)) == 1
+        # At the ends, too, the reciprocal is a normal number.
+        assert 1 / low_rank.power_of_two_below(jnp.asarray(largest, dtype)) == smallest
+        assert low_rank.power_of_two_below(jnp.asarray(smallest, dtype)) == smallest
