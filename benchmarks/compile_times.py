@@ -23,7 +23,7 @@ _MADE = {
     "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=32),
     **{name: CONTENDERS[name] for name in _NAMES},
 }
-_SHAPES = (4, 50, 200)
+_SHAPES = (4, 50)
 
 
 def compile_seconds(transformation: optax.GradientTransformation, shapes: int) -> float:
