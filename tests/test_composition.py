@@ -360,13 +360,6 @@ def test_donation(rank):
     chex.assert_trees_all_close((params, state), run(PLAIN[rank], grads), rtol=1e-5)
 
 
-def test_extra_arguments_are_ignored():
-    """What other transformations of a chain need does not disturb."""
-    tx, grads = PLAIN["adaptive"], gradients(2)
-    actual = run(tx, grads, value=1.0, grad=grads[0], unknown=jnp.zeros(3))
-    chex.assert_trees_all_equal(actual, run(tx, grads))
-
-
 OTHERS = dict(b1=0.8, b2=0.99, weight_decay=0.1)
 
 

@@ -103,14 +103,6 @@ def test_nnx_metadata_describes_the_factors(steps):
         assert len(names) == jnp.ndim(variable.get_value())
 
 
-def test_nnx_report_names_the_parameters():
-    model = NnxModel(False, nnx.Rngs(0))
-    optimizer = train_nnx(model, 0)
-    report = adapprox_jax.rank_report(optimizer.opt_state, nnx.state(model, nnx.Param))
-    assert set(report) == {"['a']['kernel']", "['b']['kernel']"}
-    assert report["['a']['kernel']"].capacity == 2
-
-
 def test_linen_boxes_describe_the_factors_and_survive_training():
     model = LinenModel()
     boxed = jax.jit(model.init)(jax.random.key(0), INPUTS)["params"]

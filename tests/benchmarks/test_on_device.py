@@ -12,6 +12,7 @@ from benchmarks.on_device import PARTS, main, run_parts
 SMALL = {"small": ("--models", "tiny", "--contenders", "adamw", "--cycles", "1", "--steps", "1")}
 
 
+@pytest.mark.slow
 def test_parts_are_run_until_the_time_is_up(tmp_path, capfd):
     assert run_parts(SMALL, 300, tmp_path) == 0
     record = json.loads((tmp_path / "small_device.json").read_text())

@@ -54,17 +54,13 @@ def tiny(tmp_path):
     if jax.device_count() < 8:
         pytest.skip("needs eight devices")
     path = tmp_path / "tiny.json"
-    scale.main("tiny", ("1x8",), ("adamw", "adapprox"), output=path)
-    return json.loads(path.read_text())["records"]["1x8"]
+    scale.main("tiny", ("1x8",), ("adapprox",), output=path)
+    return json.loads(path.read_text())["records"]["1x8"]["adapprox"]
 
 
-def test_steps_are_compiled_for_a_mesh(tiny, capsys):
-    adamw, adapprox = tiny["adamw"], tiny["adapprox"]
-    assert adamw["collectives"] == 0
-    assert adamw["percent_of_gradients"] == 0
-    assert adapprox["state_mib"] < adamw["state_mib"]
-    assert not {"all-gather", "all-to-all"} & set(adapprox["mib_moved"])
-    assert adapprox["percent_of_gradients"] > 0
+def test_steps_are_compiled_for_a_mesh(tiny):
+    assert not {"all-gather", "all-to-all"} & set(tiny["mib_moved"])
+    assert tiny["percent_of_gradients"] > 0
 
 
 def test_the_models_have_their_sizes():

@@ -17,28 +17,10 @@ def take(batches, count):
     return [next(batches) for _ in range(count)]
 
 
-def test_order_is_fixed_by_the_seed():
-    first = take(training_batches(TOKENS, 10, 5, seed=1), 4)
-    again = take(training_batches(TOKENS, 10, 5, seed=1), 4)
-    other = take(training_batches(TOKENS, 10, 5, seed=2), 4)
-    np.testing.assert_array_equal(first, again)
-    assert (np.array(first) != np.array(other)).any()
-
-
 def test_each_epoch_has_every_window_in_a_new_order():
     drawn = np.array(take(training_batches(TOKENS, 10, 5, seed=0), 4))[:, :, 0].reshape(2, 10)
     np.testing.assert_array_equal(np.sort(drawn), [range(0, 100, 10)] * 2)
     assert (drawn[0] != drawn[1]).any()
-
-
-def test_position_is_saved_and_restored():
-    batches = training_batches(TOKENS, 10, 3, seed=0)
-    take(batches, 5)
-    state = batches.get_state()
-    expected = take(batches, 5)
-    fresh = training_batches(TOKENS, 10, 3, seed=0)
-    fresh.set_state(state)
-    np.testing.assert_array_equal(take(fresh, 5), expected)
 
 
 def test_validation_batches_are_spread_and_fixed():

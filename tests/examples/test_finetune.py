@@ -72,6 +72,7 @@ def test_a_task_is_learnt_and_predicted_as_it_is_submitted(work):
     assert 100 * right == pytest.approx(max(scores))  # of the epoch that was kept
 
 
+@pytest.mark.slow
 def test_answers_are_marked(work):
     options = ["--epochs", 1, "--learning-rate", 3e-3, "--min-dim-size-to-factor", 100]
     assert train.main(arguments(work, "squad", "squad-run", *options)) == 0
@@ -129,6 +130,7 @@ def test_an_interrupted_run_goes_on_to_the_same_end(work, monkeypatch):
     np.testing.assert_array_equal(whole, parts)
 
 
+@pytest.mark.slow
 def test_the_best_epoch_is_kept_and_predicts(work, monkeypatch, capsys):
     options = ["--epochs", 2, "--learning-rate", 3e-3, "--optimizer", "adamw"]
     make, predicted, falling = train._predictor, [], iter((0.9, 0.6))

@@ -70,20 +70,6 @@ def test_a_checkpoint_without_the_state_is_seen(forgets, common, monkeypatch, tm
         assert row["last loss"] < row["first loss"]
 
 
-@pytest.mark.slow  # `make frameworks` runs it, and `test_layouts` has weights as it has them
-def test_equinox_itself(common, monkeypatch, tmp_path):
-    file = tmp_path / "equinox.json"
-    monkeypatch.setattr(sys, "argv", ["program", str(file)])
-    monkeypatch.setattr(common, "STEPS", 4)
-    monkeypatch.delitem(common.OPTIMIZERS, "AdamW")
-    monkeypatch.delitem(common.OPTIMIZERS, "adapprox")
-    common.check("equinox", importlib.import_module("examples.frameworks.equinox").train)
-    for row in json.loads(file.read_text())["rows"]:
-        assert row["resumes bit for bit"]
-        assert row["last loss"] < row["first loss"]
-        assert row["share of it on one of eight devices"] < 0.25
-
-
 def test_each_framework_has_a_file_of_a_screen_and_a_record():
     main = importlib.import_module("examples.frameworks.__main__")
     shared = {"__init__", "__main__", "common", "axlearn"}

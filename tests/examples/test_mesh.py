@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ pytest.importorskip("grain")
 import jax
 import orbax.checkpoint as ocp
 
-from examples.gpt2 import optimizers, train
+from examples.gpt2 import train
 from examples.gpt2.command import InputError
 from examples.gpt2.config import Config, mesh_sizes, resolve
 from examples.gpt2.mesh import make_mesh
@@ -120,6 +119,7 @@ def run_in_two_processes(*command):
         return [said_by(process) for process in started]
 
 
+@pytest.mark.slow
 def test_eight_devices_learn_what_one_does(alone, on_eight):
     assert_alike(alone, on_eight)
 
@@ -133,6 +133,7 @@ def test_no_device_holds_all(work, capsys):
     assert each < whole / 2  # of so small a model biases are a large part
 
 
+@pytest.mark.slow
 def test_two_processes_learn_what_one_does(work, on_eight):
     first, second = run_in_two_processes(*small(work, "two", *ALL_AXES))
     assert (first[2], second[2]) == (0, 0), first[1] + second[1]
@@ -239,18 +240,6 @@ def test_what_the_first_process_finds_ends_the_others_in_a_line(work):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [x for x in get_args(optimizers.Name) if x != "adapprox"])
-def test_other_optimizers(work, optimizer):
-    for name, options in ((optimizer, ()), (f"{optimizer}-divided", ALL_AXES)):
-        assert train.main(small(work, name, "--optimizer", optimizer, *options)) == 0
-    # Losses alone, and not to the last bits: biases of keys have no gradient but rounding, and what
-    # divides by its size makes steps of that.
-    np.testing.assert_allclose(
-        losses(work / optimizer), losses(work / f"{optimizer}-divided"), atol=1e-3
-    )
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["split", "bfloat16-stochastic"])
 def test_weights_of_16_bits_go_on_from_eight_devices_on_one(work, weights):
     options = ["--weights", weights, "--optimizer", "adamw"]
@@ -261,17 +250,6 @@ def test_weights_of_16_bits_go_on_from_eight_devices_on_one(work, weights):
     assert train.main(small(work, moved, *options, "--resume")) == 0
     # A weight at the middle of two bfloat16 may be rounded either way.
     np.testing.assert_allclose(losses(work / weights), losses(work / moved), atol=1e-3)
-
-
-@pytest.mark.slow
-def test_parts_of_batches_and_buffers_that_grow(work):
-    options = ["--accumulate", 2, "--elastic", "--steps", 21, "--initial-rank", 1]
-    options += ["--max-rank", 12, "--error-threshold", 1e-9]
-    for name, mesh in (("grows", ()), ("grows-divided", ALL_AXES)):
-        assert train.main(small(work, name, *options, *mesh)) == 0
-    np.testing.assert_allclose(
-        losses(work / "grows"), losses(work / "grows-divided"), atol=TOLERANCE
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,26 +4,20 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import pathlib
 import shutil
 import signal
-import subprocess
-import sys
-import time
 
 import jax
-import numpy as np
 import optax
 import pytest
 import tyro
-from flax import nnx
 
-from examples.gpt2 import command, loop, metrics, optimizers, train
+from examples.gpt2 import command, metrics, optimizers, train
 from examples.gpt2 import config as settings
 from examples.gpt2 import model as gpt
 from examples.gpt2.folder import run_folder
-from tests.examples.small import ROOT, arguments, assert_equal_bits, error_line, rows_of, saved
+from tests.examples.small import arguments, assert_equal_bits, error_line, rows_of, saved
 
 ELASTIC = ["--elastic", "--initial-rank", 1, "--max-rank", 12, "--steps", 24]
 ELASTIC += ["--error-threshold", 0.02, "--eval-every", 12, "--checkpoint-every", 12]
@@ -147,36 +141,6 @@ def test_ctrl_c_saves_and_resume_gives_the_same_bits(run_of, work, capsys, monke
     assert [row["step"] for row in rows_of(work / "interrupted") if "loss" in row] == [*range(1, 7)]
 
 
-@pytest.mark.slow
-def test_ctrl_c_at_any_moment_of_a_process(work):
-    long = ["--steps", 800, "--eval-every", 5000, "--checkpoint-every", 5000]
-    command = [*arguments(work, "stopped", *long), "--optimizer", "adamw"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "examples.gpt2.train", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-    )
-    metrics = work / "stopped" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    assert "interrupted after step" in errors
-    [step] = [int(path.name) for path in (work / "stopped/checkpoints").iterdir()]
-    assert 0 < step < 800
-
-    assert train.main([*command, "--resume"]) == 0
-    assert train.main([*arguments(work, "whole", *long), "--optimizer", "adamw"]) == 0
-    assert_equal_bits(saved(work / "stopped", 800), saved(work / "whole", 800))
-
-
 def test_a_run_that_is_not_kept_goes_on_and_leaves_numbers_alone(work, run_of, monkeypatch):
     """With an optimizer that no option names."""
     config = tyro.cli(settings.Config, args=arguments(work, "given"))
@@ -202,15 +166,6 @@ def test_a_run_that_is_not_kept_goes_on_and_leaves_numbers_alone(work, run_of, m
     assert result.memory["state_mib"] == pytest.approx(result.memory["adamw_state_mib"], rel=1e-3)
     names = {path.name for path in (work / "given").iterdir()}
     assert names == {"metrics.jsonl", "process", "settings.json"}
-
-
-@pytest.mark.slow  # `test_data` makes tokens of one
-def test_a_text_of_one_long_line_is_trained_on(work):
-    (work / "line.txt").write_text("one line without an end, " * 4000)
-    options = ["--tokenizer", "sentencepiece", "--vocabulary", 300, "--optimizer", "adamw"]
-    command = arguments(work, "line", "--data", work / "line.txt", "--steps", 3, *options)
-    assert train.main(command) == 0
-    assert (work / "line/tokenizer.model").exists()
 
 
 # ----------------------------------------------------------------------------------- bad input
@@ -299,20 +254,6 @@ def test_a_loss_that_is_not_finite_stops_the_run(work, capsys):
 
 
 # ------------------------------------------------------------------------------------ the step
-
-
-def test_accumulation_equals_the_larger_batch():
-    shape = gpt.GPTConfig(layers=1, width=16, heads=2, context=8, vocabulary=64)
-    tokens = np.random.default_rng(0).integers(0, 64, (8, 9), np.int32)
-    results = []
-    for parts in (1, 4):
-        graphdef, params = nnx.split(gpt.GPT(shape, rngs=nnx.Rngs(0)), nnx.Param)
-        params, tx = nnx.to_pure_dict(params), optax.sgd(1.0)
-        take = loop.train_step(lambda p, x, of=graphdef: gpt.loss(nnx.merge(of, p), x), tx, parts)
-        results.append(take(loop.TrainState(params, tx.init(params)), tokens))
-    (whole, whole_loss), (parts, parts_loss) = results
-    np.testing.assert_allclose(whole_loss, parts_loss, rtol=1e-6)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), whole, parts)
 
 
 def test_presets_are_the_papers():

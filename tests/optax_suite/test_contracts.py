@@ -90,8 +90,7 @@ def test_every_contract_of_the_suite_is_run():
     assert set(PARAMETERS) == set(CONTRACTS)
 
 
-@pytest.mark.parametrize("settings", [{}, {"min_dim_size_to_factor": 1}], ids=["default", "all"])
 @pytest.mark.parametrize(("contract", "parameters"), list(cases()))
-def test_contract(contract, parameters, settings):
+def test_contract(contract, parameters):
     """Optax's contract holds for adapprox."""
-    run_contract(contract, settings, **parameters)
+    run_contract(contract, {}, **parameters)

@@ -1,12 +1,11 @@
 """The contracts of Optax's suite where second moments are factors: its own matrices are 2 x 2.
 
-A contract whose problem can be set runs as it is; the others are written again on these shapes.
+These are the contracts whose problem can be set. Tests of wrappers have matrices for the others.
 """
 
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +15,7 @@ from optax.contrib import _common_test as suite
 
 import adapprox_jax
 from tests.hardware import marks_of
-from tests.optax_suite.test_contracts import CONTRACTS, PARAMETERS, register, run_contract
+from tests.optax_suite.test_contracts import PARAMETERS, register, run_contract
 
 SHORT, LONG, VECTOR = (64, 48), (48, 200), (48,)
 SETTINGS = {
@@ -33,12 +32,6 @@ ON_A_SETUP = [
 # It compares entries of updates at a relative 1e-6. Nesterov's momentum is a sum in which some
 # entries cancel, and two programs round its terms in their own ways.
 OF_TWO_PROGRAMS = ON_A_SETUP[-1]
-REWRITTEN = [
-    "test_optimizers_can_be_wrapped_in_inject_hyperparams",
-    "test_preserve_dtype",
-    "test_gradient_accumulation",
-]
-
 # Of the adaptive rank: what tests beside this suite prove on smaller programs is slow here, as are
 # other types than float32, which tests/step/test_numbers.py traces.
 PROVEN_ELSEWHERE = {
@@ -47,15 +40,10 @@ PROVEN_ELSEWHERE = {
 }
 
 slow = pytest.mark.slow
-each_setting = pytest.mark.parametrize(
-    "settings",
-    [pytest.param(SETTINGS[name], id=name, marks=[slow] * (name == "paper")) for name in SETTINGS],
-)
 fixed_setting = pytest.mark.parametrize(
     "settings",
     [pytest.param(SETTINGS[name], id=name, marks=[slow] * (name != "fixed")) for name in SETTINGS],
 )
-each_dtype = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 
 
 def quadratic(*shapes):
@@ -88,18 +76,6 @@ def rosenbrock(*shape):
 
 def sum_of_squares(params):
     return sum(jnp.sum(p**2) for p in params)
-
-
-def params_and_gradients(dtype):
-    _, params, _ = quadratic(LONG, VECTOR)(dtype)
-    return params, jax.grad(sum_of_squares)(params)
-
-
-def without_signs(state):
-    """A state with the products of its factors, whose columns rounding may give another sign."""
-    factors = state[0]
-    product = jax.tree.map(lambda q, u: q @ u.T, factors.q, factors.u)
-    return factors._replace(q=product, u=None), *state[1:]
 
 
 @pytest.fixture
@@ -140,11 +116,6 @@ def cases():
             label = "-".join([contract, *([dtype.__name__] if dtype else []), setting])
             marks = [slow] * is_slow + marks_of(dtype)
             yield pytest.param(contract, parameters, given, id=label, marks=marks)
-
-
-def test_every_contract_of_the_suite_is_run():
-    """A contract that a newer Optax adds is noticed here too."""
-    assert {CONVERGENCE, *ON_A_SETUP, *REWRITTEN} == set(CONTRACTS)
 
 
 @pytest.mark.parametrize(("contract", "parameters", "settings"), list(cases()))
@@ -192,45 +163,3 @@ def test_converges(target, steps, settings, adapprox, monkeypatch):
 def test_converges_in_a_curved_valley(settings, shape, steps, adapprox, monkeypatch):
     """The same on Rosenbrock's function, with the root factored."""
     run_convergence(monkeypatch, SETTINGS[settings], rosenbrock(*shape), steps)
-
-
-@slow  # tests/test_composition.py has both kinds of rank
-@each_setting
-def test_can_be_wrapped_in_inject_hyperparams(settings, adapprox):
-    """Injected hyperparameters give the updates and the state of plain ones."""
-    params, grads = params_and_gradients("float32")
-    plain = adapprox(learning_rate=1e-2, **settings)
-    inject = optax.inject_hyperparams(adapprox, static_args=adapprox_jax.STATIC_ARGS)
-    injected = inject(learning_rate=1e-2, **settings)
-    state, injected_state = jax.jit(plain.init)(params), jax.jit(injected.init)(params)
-    chex.assert_trees_all_equal(injected_state.inner_state, state)
-    updates, state = jax.jit(plain.update)(grads, state, params)
-    injected_updates, injected_state = jax.jit(injected.update)(grads, injected_state, params)
-    chex.assert_trees_all_close(injected_updates, updates, rtol=1e-5)
-    actual, expected = map(without_signs, (injected_state.inner_state, state))
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-5)
-
-
-@each_setting
-@each_dtype
-def test_preserves_dtype(dtype, settings, adapprox):
-    """Updates have the type of the parameters; the contract on states runs these programs."""
-    params, grads = params_and_gradients(dtype)
-    tx = adapprox(learning_rate=1e-2, **settings)
-    updates, _ = jax.eval_shape(tx.update, grads, tx.init(params), params)
-    chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
-
-
-@each_setting
-@pytest.mark.parametrize(
-    "dtype",
-    ["bfloat16", pytest.param("float32", marks=slow)],  # in tests/test_composition.py
-)
-def test_accumulates_gradients(dtype, settings, adapprox):
-    """Under optax.MultiSteps nothing moves before the last of the small steps."""
-    params, grads = params_and_gradients(dtype)
-    tx = optax.MultiSteps(adapprox(learning_rate=1e-2, **settings), every_k_schedule=4)
-    state = jax.jit(tx.init)(params)
-    updates, new = jax.jit(tx.update)(grads, state, params)
-    chex.assert_trees_all_equal(updates, optax.tree.zeros_like(params))
-    chex.assert_trees_all_equal(new.inner_opt_state, state.inner_opt_state)

@@ -77,12 +77,13 @@ def test_little_is_lost_in_bfloat16():
     assert np.linalg.norm(rounded - exact) < 0.04 * np.linalg.norm(exact)
 
 
-def test_bfloat16_products_are_as_orthogonal():
-    matrices = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 40)), jnp.float32)
-    result = newton_schulz(matrices, product_dtype=jnp.bfloat16)
-    assert result.dtype == jnp.bfloat16
-    values = np.linalg.svd(np.asarray(result, np.float32), compute_uv=False)
-    assert np.all((values > 0.6) & (values < 1.3))
+def test_rounds_are_as_many_as_asked_for():
+    (grads,) = gradients(1, {"wide": SHAPES["wide"]})
+    tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0, second_moment=False, newton_schulz_steps=1)
+    expected, _ = adapprox_jax.orthogonalize(1).update(grads, optax.EmptyState())
+    actual, _ = tx.update(grads, tx.init(grads), grads)
+    size = np.linalg.norm(expected["wide"]) / np.linalg.norm(actual["wide"])
+    np.testing.assert_allclose(-size * actual["wide"], expected["wide"], rtol=1e-4, atol=1e-6)
 
 
 def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
@@ -399,6 +400,7 @@ def test_a_selection_that_does_not_fit_is_refused(chosen, message):
         ("b1", 1.0),
         ("adapprox_b1", 1.5),
         ("b2", 2),
+        ("b2", adapprox_jax.increasing_decay()),
         ("nesterov", "no"),
         ("newton_schulz_steps", 0),
         ("second_moment", 8),
@@ -411,12 +413,6 @@ def test_a_selection_that_does_not_fit_is_refused(chosen, message):
 def test_bad_arguments_are_named(argument, value):
     with pytest.raises(ValueError, match=argument):
         adapprox_jax.adapprox_muon(1e-3, **{argument: value})
-
-
-@pytest.mark.parametrize("bad", [{"nesterov": "no"}, {"mu_dtype": "int2"}], ids=str)
-def test_bad_arguments_of_averages_that_are_not_kept_are_named(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        adapprox_jax.adapprox_muon(1e-3, b1=0.0, adapprox_b1=0.0, **bad)
 
 
 # ---------------------------------------------------------------------------------- the others
@@ -468,16 +464,6 @@ def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, update(grads, back, params), update(grads, state, params)
     )
-
-
-@pytest.mark.parametrize("second_moment", ["neurons", True])
-def test_a_b2_that_changes_is_named(second_moment):
-    changing = dict(b2=adapprox_jax.increasing_decay(), second_moment=second_moment)
-    if second_moment == "neurons":
-        with pytest.raises(ValueError, match="b2 is a function and second_moment 'neurons'"):
-            adapprox_jax.adapprox_muon(1e-2, **changing)
-    else:
-        adapprox_jax.adapprox_muon(1e-2, **changing)
 
 
 @pytest.mark.parametrize("second_moment", ["neurons", True])

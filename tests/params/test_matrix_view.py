@@ -67,15 +67,6 @@ def test_stacked_biases_are_vectors_each():
     assert matrix_view((4, 7), numbers).axes == (1,)
 
 
-def test_bad_axes_are_named():
-    with pytest.raises(ValueError, match="names axis 2; a leaf of shape"):
-        matrix_view((3, 4), MatrixDimensionNumbers(0, 2))
-    with pytest.raises(ValueError, match="names no axis"):
-        matrix_view((3, 4), MatrixDimensionNumbers((), ()))
-    with pytest.raises(ValueError, match="names an axis twice"):
-        matrix_view((3, 4), MatrixDimensionNumbers(0, -2))
-
-
 @pytest.mark.parametrize("parts", [0, 5, -3, 1.5])
 def test_parts_divide_their_side(parts):
     with pytest.raises(

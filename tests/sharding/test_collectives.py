@@ -70,16 +70,14 @@ def test_a_step_moves_less_than_the_factors(mesh, name, batch):
     assert len(found) <= 10
 
 
-@pytest.mark.parametrize("mu_dtype", [None, "int8"])
-def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh, mu_dtype):
+def test_leaves_divided_in_every_way_do_not_disturb_each_other(mesh):
     """Nothing is gathered, and more leaves take few collectives more: they share them."""
-    tx = adapprox_jax.adapprox(1e-3, max_rank=RANK, mu_dtype=mu_dtype)
-    few, many = (of_step(tx, parameters(mesh, SPECS, copies=copies)) for copies in (1, 3))
-    for found, leaves in ((few, 4), (many, 12)):
+    tx = adapprox_jax.adapprox(1e-3, max_rank=RANK, mu_dtype="int8")
+    few, many = (of_step(tx, parameters(mesh, SPECS, copies=copies)) for copies in (1, 2))
+    for found, leaves in ((few, 4), (many, 8)):
         assert {one.kind for one in found} == {"all-reduce"}
         assert numbers_moved(found) <= MOST * leaves
-    # Eight leaves more.
-    assert len(many) - len(few) <= 16
+    assert len(many) - len(few) <= 8
     assert len(few) <= 24  # those of different groups of devices cannot be one
 
 
@@ -97,8 +95,10 @@ def test_the_mesh_is_known_by_the_arrays(muon):
 
 @pytest.mark.parametrize(
     "settings",
-    [dict(max_rank=4), dict(initial_rank=1, max_rank=8, error_threshold=0.1)],
-    ids=["fixed", "adaptive"],
+    [
+        pytest.param(dict(max_rank=4), id="fixed", marks=pytest.mark.slow),
+        pytest.param(dict(initial_rank=1, max_rank=8, error_threshold=0.1), id="adaptive"),
+    ],
 )
 def test_updates_are_those_of_one_device(mesh, settings):
     tx = adapprox_jax.adapprox(1e-2, min_dim_size_to_factor=1, **settings)

@@ -194,24 +194,3 @@ def test_without_the_mesh_in_context():
     one = {"kernel": params["kernel"]}  # and it runs
     updates, _ = jax.jit(tx.update)(one, tx.init(one), one)
     assert types(updates) == types(one)
-
-
-# Of matrices divided by all axes in `test_collectives`.
-@pytest.mark.parametrize(
-    "spec", [P("x", None), pytest.param(P(None, "x"), marks=pytest.mark.slow)], ids=str
-)
-def test_leaves_sharded_alike_are_not_gathered(spec):
-    """Of four layers: no array is gathered, and small sums travel together."""
-    mesh = mesh_of((2, 2), ("x", "y"))
-    sharding = NamedSharding(mesh, spec)
-    tx = adapprox_jax.scale_by_adapprox(max_rank=4)
-
-    def collectives(count):
-        layers = {str(i): jnp.zeros((256, 512)) for i in range(count)}
-        params = jax.device_put(layers, sharding)
-        step = jax.jit(tx.update, in_shardings=(sharding, None), out_shardings=(sharding, None))
-        text = step.lower(params, tx.init(layers)).compile().as_text()
-        assert " all-gather(" not in text
-        return text.count(" all-reduce(")
-
-    assert 0 < collectives(4) <= 2 * collectives(1)

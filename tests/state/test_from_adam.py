@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import adapprox_jax
-from adapprox_jax import from_adam
+from adapprox_jax import MatrixDimensionNumbers, from_adam
 from tests.common import mesh_of
 
 RATE = 3e-3
@@ -148,6 +148,23 @@ def test_a_state_from_a_checkpoint_by_its_parts(with_adam):
     fresh = from_adam(tx, optax.adam(RATE).init(params), params)
     updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, params), fresh, params)
     assert all(jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates))
+
+
+def test_eps_and_the_axes_of_matrices_are_those_given():
+    params = {"w": jnp.ones((2, 64, 64))}
+    mu = {"w": params["w"].at[1].set(3.0)}
+    adam = optax.ScaleByAdamState(jnp.asarray(10_000), mu, params)
+
+    def average(**changes):
+        numbers = {k: x for k, x in changes.items() if k == "weight_dimension_numbers"}
+        tx = adapprox_jax.adapprox(RATE, **numbers)
+        return optax.tree.get(from_adam(tx, adam, params, **changes), "mu")["w"]
+
+    np.testing.assert_allclose(average(eps=1.0, clipping_threshold=None), mu["w"] / 2, rtol=1e-4)
+    clipped = average()
+    np.testing.assert_allclose(clipped[1], clipped[0], rtol=1e-4)  # each slice by itself
+    clipped = average(weight_dimension_numbers=MatrixDimensionNumbers((0, 1), 2))
+    np.testing.assert_allclose(clipped[1], 3 * clipped[0], rtol=1e-4)
 
 
 def test_states_that_do_not_fit_are_named(with_adam):

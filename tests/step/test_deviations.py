@@ -78,24 +78,6 @@ def test_1_growth_is_never_negative():
 # 2. The loop never stops at k_max, raises k after the last factorization, and skips Delta s = 1.
 
 
-def test_2_loop_ends_at_the_largest_rank():
-    tx = small(initial_rank=2, max_rank=7, error_threshold=0.0)
-    for _, state in run(tx, gradients((24, 40), 2)):
-        assert int(state.rank[0]) == 7
-
-
-def test_2_rank_grows_by_one_where_f_is_zero():
-    tx = small(initial_rank=2, max_rank=7, error_threshold=0.0, rank_growth=lambda xi: 0 * xi)
-    _, state = next(run(tx, gradients((24, 40), 1)))
-    assert int(state.rank[0]) == 7
-
-
-def test_2_rank_does_not_grow_below_the_threshold():
-    tx = small(initial_rank=2, max_rank=7, error_threshold=1.0)
-    for _, state in run(tx, gradients((24, 40), 3)):
-        assert int(state.rank[0]) == 2
-
-
 def test_2_factors_hold_as_many_columns_as_the_rank_says():
     tx = small(initial_rank=1, max_rank=10, error_threshold=0.2, rank_growth=lambda xi: 2)
     ranks = set()
@@ -105,16 +87,6 @@ def test_2_factors_hold_as_many_columns_as_the_rank_says():
         assert np.count_nonzero(np.any(np.asarray(state.q), axis=0)) == rank
         assert np.count_nonzero(np.any(np.asarray(state.u), axis=0)) == rank
     assert len(ranks) > 1
-
-
-@pytest.mark.parametrize("interval", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_2_rank_is_chosen_at_the_first_of_every_interval(interval):
-    tx = small(initial_rank=1, max_rank=8, error_threshold=0.0, rank_interval=interval)
-    state, grads = tx.init(np.zeros((24, 40), np.float32)), gradients((24, 40), 7)
-    for t, grad in enumerate(grads, start=1):
-        state = state._replace(rank=(jnp.asarray(3, jnp.int32),))  # what a step keeps or replaces
-        _, state = tx.update(grad, state)
-        assert int(state.rank[0]) == (8 if (t - 1) % interval == 0 else 3)
 
 
 # 3. Q U^T has entries below zero.
@@ -174,63 +146,11 @@ def test_5_first_update_is_thirty_times_too_large_without_correction():
 # 6. Zero gradients, and gradients whose squares overflow or vanish.
 
 
-@functools.cache
-def guided(approximate, orthogonalization):
-    tx = adapprox_jax.adapprox(
-        1.0,
-        weight_decay=0.0,
-        max_rank=4,
-        min_dim_size_to_factor=1,
-        cosine_guidance=True,
-        approximate=approximate,
-        orthogonalization=orthogonalization,
-    )
-    return jitted(tx)
-
-
-@pytest.mark.parametrize(
-    ("approximate", "orthogonalization"),
-    [
-        ("root", "cholesky"),
-        ("moment", "qr"),
-        pytest.param("root", "qr", marks=pytest.mark.slow),
-        pytest.param("moment", "cholesky", marks=pytest.mark.slow),
-    ],
-)
-def test_6_a_frozen_leaf_stays_where_it_is(approximate, orthogonalization):
-    zero = np.zeros((40, 24), np.float32)
-    for updates, state in run(guided(approximate, orthogonalization), [zero] * 12, zero + 1):
-        assert not np.any(updates)
-        assert float(state[0].error[0]) == 0
-        assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(state))
-
-
-def test_6_a_frozen_row_stays_where_it_is():
-    grads = gradients((40, 24), 30)
-    for grad in grads:
-        grad[7] = 0
-    for updates, _ in run(guided("root", "cholesky"), grads):
-        assert not np.any(updates[7])
-        assert np.all(np.isfinite(updates))
-
-
 def test_6_guidance_is_one_where_nothing_moves():
     tx = adapprox_jax.guided_ema(0.9, cosine_guidance=True, max_scale=3.0)
     state = tx.init(jnp.ones(4))._replace(mu=jnp.ones(4))
     emitted, _ = tx.update(jnp.zeros(4), state)
     np.testing.assert_allclose(emitted, 0.9, rtol=1e-6)
-
-
-@pytest.mark.parametrize("approximate", ["moment", "root"])
-@pytest.mark.parametrize("scale", [1e15, 1e-12])
-def test_6_gradients_of_any_size_give_the_same_updates(scale, approximate):
-    """Of the moment, squared norms are then near 1e56 and 1e-53, beyond float32."""
-    grads = gradients((24, 40), 12)
-    tx = small(max_rank=4, eps=0.0, approximate=approximate)
-    scaled = run(tx, [grad * np.float32(scale) for grad in grads])
-    for (expected, _), (actual, state) in zip(run(tx, grads), scaled, strict=True):
-        np.testing.assert_allclose(actual, expected, rtol=2e-2)
-        assert np.isfinite(state.drift[0])
 
 
 # 7. Oversampling as printed does nothing.
@@ -327,13 +247,16 @@ def test_8_reported_drift_is_relative():
     assert info.drift > info.error
 
 
-@pytest.mark.parametrize("small_part", [1e-1, 1e-2, 1e-3, 1e-4])
-def test_8_error_in_the_state_is_that_of_its_own_factors(small_part):
+@pytest.mark.parametrize(
+    ("small_part", "dtype"),
+    [*((part, None) for part in (1e-1, 1e-2, 1e-3, 1e-4)), (1e-2, jnp.bfloat16)],
+)
+def test_8_error_in_the_state_is_that_of_its_own_factors(small_part, dtype):
     """To 1 percent, of a second moment that is rank 4 and a small rest."""
     rng = np.random.default_rng(0)
     moment = np.exp(rng.normal(size=(24, 4))) @ np.exp(rng.normal(size=(4, 40)))
     moment = moment * (1 + small_part * rng.normal(size=(24, 40)).clip(-3, 3))
-    tx = small(max_rank=4, power_iterations=5, approximate="moment", b2=0.0)
+    tx = small(max_rank=4, power_iterations=5, approximate="moment", b2=0.0, factor_dtype=dtype)
     _, state = next(run(tx, [np.sqrt(moment).astype(np.float32)]))
     product = np.asarray(state.q, np.float64) @ np.asarray(state.u, np.float64).T
     moment = np.sqrt(moment).astype(np.float32).astype(np.float64) ** 2
@@ -357,32 +280,3 @@ def test_9_vectors_and_scalars_keep_a_dense_second_moment():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
         assert state.nu["vector"].shape == (300,)
         assert state.q["vector"] == optax.MaskedNode()
-
-
-def test_9_a_stack_gives_the_updates_of_its_slices():
-    """Ranks, clipping and guidance work on each matrix; the random starts do not know of stacks."""
-    with jax.enable_x64(True):  # float32 rounds differently inside a loop
-        check_stack_against_slices()
-
-
-def check_stack_against_slices():
-    flatter = lognormal((24, 40)) ** -0.9  # the slices differ in how many directions they need
-    grads = gradients((3, 24, 40), 25)
-    grads = [np.stack([10 * g[0], g[1], g[2] * flatter]).astype(np.float64) for g in grads]
-    tx = adapprox_jax.adapprox(
-        1.0, initial_rank=1, max_rank=8, error_threshold=0.3, rank_growth=lambda xi: 1,
-        min_dim_size_to_factor=4, cosine_guidance=True,
-        weight_dimension_numbers=lambda params: jax.tree.map(
-            lambda p: adapprox_jax.MatrixDimensionNumbers(-2, -1), params
-        ),
-    )  # fmt: skip
-    tx = jitted(tx)
-    slices = zip(*(run(tx, [grad[i] for grad in grads]) for i in range(3)), strict=True)
-    ranks = set()
-    for (whole, state), alone in zip(run(tx, grads), slices, strict=True):
-        ranks.add(tuple(map(int, state[0].rank[0])))
-        for i, (one, own) in enumerate(alone):
-            np.testing.assert_allclose(whole[i], one, rtol=1e-5, atol=1e-6)
-            assert int(state[0].rank[0][i]) == int(own[0].rank[0])
-    assert len(ranks) > 1
-    assert any(len(set(of_slices)) > 1 for of_slices in ranks)

@@ -100,10 +100,9 @@ def dtypes(tree):
     return jax.tree.map(lambda leaf: leaf.dtype, tree)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_equals_the_authors_package(table, compiled):
+def test_equals_the_authors_package(table):
     assert max(table) == 50
-    for step, params in run(50, compiled, jnp.float32):
+    for step, params in run(50, True, jnp.float32):
         if step in table:
             distances = distance(params, table[step])
             assert max(distances.values()) < 1e-5, (step, distances)
@@ -114,21 +113,6 @@ def test_equals_the_authors_package_in_float64(table):
         for step, params in run(50, True, jnp.float64):
             if step in table:
                 assert max(distance(params, table[step]).values()) < 1e-11
-
-
-@pytest.mark.parametrize(
-    ("changes", "leaves"),
-    [
-        (dict(clipping_threshold=1e9), SHAPES),
-        (dict(clipping_threshold=1e-9), ("vector", "single")),  # factored ones lose their size
-        (dict(b3=0.999), ("matrix", "stack")),
-        (dict(weight_decay=0.0), SHAPES),
-    ],
-)
-def test_the_table_tells_settings_apart(table, changes, leaves):
-    *_, (step, params) = run(10, True, jnp.float32, **changes)
-    distances = distance(params, table[step])
-    assert all(distances[name] > 1e-4 for name in leaves), distances
 
 
 def test_the_gradients_are_clipped_at_some_steps_alone():
