@@ -10,7 +10,6 @@ import numpy as np
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.split_floats import REMAINDERS, joined, parts
 from adapprox_jax.params.leaves import Leaves, fitting
-from adapprox_jax.sharding.axes import varies_no_more, varying_alike
 
 
 def accumulate(
@@ -77,35 +76,13 @@ def accumulate(
         ]
         return (total, kept), None
 
-    of_value = jax.tree.map(lambda x: jnp.zeros(x.shape, wide_dtype(x.dtype)), value_like)
-    of_gradients = [
-        jnp.zeros_like(weight, wide_dtype(x.dtype))
-        for weight, x in zip(of_params.arrays, like.arrays, strict=True)
-    ]
-    total, sums = _varying_as_sums((of_value, of_gradients), function, params, one)
-    kept = [_stored(x, of.dtype) for x, of in zip(sums, like.arrays, strict=True)]
+    # Like what is added to them, so that under `jax.shard_map` they vary where that does.
+    total = jax.tree.map(lambda x: jnp.zeros_like(x, wide_dtype(x.dtype)), value_like)
+    kept = [_stored(jnp.zeros_like(x, wide_dtype(x.dtype)), x.dtype) for x in like.arrays]
     (total, kept), _ = jax.lax.scan(add, (total, kept), batches)
     value = jax.tree.map(lambda x, like: x.astype(like.dtype), total, value_like)
     means = [_sum_of(pair).astype(x.dtype) for pair, x in zip(kept, like.arrays, strict=True)]
     return value, like.filled(means)
-
-
-def _varying_as_sums(
-    zeros: Any, function: Callable[[Any, Any], Any], params: Any, batch: Any
-) -> Any:
-    """Zeros that vary over the devices of a `jax.shard_map` where what is added to them does."""
-    if not jax.sharding.get_abstract_mesh().manual_axes:
-        return zeros
-    varies: list[bool] = []
-
-    def ask(params: Any, batch: Any, zeros: Any) -> None:
-        pairs = map(jax.tree.leaves, (function(params, batch), zeros))
-        varies.extend(not varies_no_more(x, z) for x, z in zip(*pairs, strict=True))
-
-    jax.eval_shape(ask, params, batch, zeros)
-    varying, _ = varying_alike((zeros, (params, batch)))
-    is_varying = jax.tree.unflatten(jax.tree.structure(zeros), varies)
-    return jax.tree.map(lambda z, v, is_so: v if is_so else z, zeros, varying, is_varying)
 
 
 def _stored(total: jax.Array, dtype: np.dtype) -> tuple[jax.Array, ...]:

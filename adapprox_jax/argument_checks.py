@@ -60,10 +60,11 @@ def require_precise(name: str, value: Any) -> None:
 def require_integer(name: str, value: Any, least: int, most: int | None = None) -> None:
     """Raises ValueError unless `value` is a concrete integer from `least` to `most`."""
     if isinstance(value, jax.Array):
-        what = "traced" if isinstance(value, jax.core.Tracer) else "an array"
+        what = "traced" if isinstance(value, jax.core.Tracer) else "an array of JAX"
         raise ValueError(
-            f"{name} is {what}; allowed: a Python integer. Under optax.inject_hyperparams give"
-            " static_args=adapprox_jax.STATIC_ARGS, or MUON_STATIC_ARGS for adapprox_muon."
+            f"{name} is {what}; allowed: a Python number, as int() makes one. Under"
+            " optax.inject_hyperparams give static_args=adapprox_jax.STATIC_ARGS, or"
+            " MUON_STATIC_ARGS for adapprox_muon."
         )
     is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not (is_integer and value >= least and (most is None or value <= most)):
@@ -84,9 +85,15 @@ def dtype_name(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):  # `jnp.dtype` would take it for its type
         return "an array"
     try:
-        return "int5" if value == "int5" else jnp.dtype(value).name
+        return str(value) if value in (None, "int5") else jnp.dtype(value).name
     except TypeError:
         return repr(value)
+
+
+def require_dtype(name: str, value: Any, choices: Sequence[str]) -> None:
+    """Raises ValueError unless `value` is a type with one of these names."""
+    if dtype_name(value) not in choices:
+        raise ValueError(f"{name} is {dtype_name(value)}; allowed: {', '.join(choices)}.")
 
 
 def require_flag(name: str, value: Any) -> None:
@@ -96,9 +103,8 @@ def require_flag(name: str, value: Any) -> None:
 
 
 def require_function(name: str, value: Any, allowed: str) -> None:
-    """Raises ValueError unless `value` can be called with one argument and be hashed."""
-    is_hashable = getattr(type(value), "__hash__", None) is not None
-    if not (callable(value) and is_hashable and takes_one_argument(value)):
+    """Raises ValueError unless `value` can be called with one argument."""
+    if not (callable(value) and takes_one_argument(value)):
         raise ValueError(f"{name} is {value!r}; allowed: {allowed}.")
 
 
@@ -154,6 +160,12 @@ def require_scalar(name: str, result: Any) -> None:
         raise ValueError(f"{name} gave {result!r}; allowed: one real number.") from None
     if shape != () or jnp.issubdtype(dtype, np.complexfloating):
         raise ValueError(f"{name} gave {dtype.name}{list(shape)}; allowed: one real number.")
+
+
+def require_same(what: str, given: Any, expected: Any) -> None:
+    """Raises ValueError where two things differ that belong together, such as shapes of a leaf."""
+    if given != expected:
+        raise ValueError(f"{what} {given}; expected {expected}. Is the state of other parameters?")
 
 
 def check_concrete(function: str, tree: Any) -> None:

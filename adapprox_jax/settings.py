@@ -18,9 +18,9 @@ from adapprox_jax.argument_checks import (
     DECAY,
     NOT_NEGATIVE,
     at_step,
-    dtype_name,
     require,
     require_choice,
+    require_dtype,
     require_flag,
     require_function,
     require_integer,
@@ -78,6 +78,8 @@ class Settings:
             require("max_rank", self.max_rank, lambda x: x >= least, allowed)
         require_integer("rank_interval", self.rank_interval, 1, 2**31 - 1)
         require_function("rank_growth", self.rank_growth, "a function, or None")
+        if type(self.rank_growth).__hash__ is None:
+            raise ValueError(f"rank_growth is {self.rank_growth!r}; allowed: what can be hashed.")
         require_integer("power_iterations", self.power_iterations, 1)
         require_integer("oversampling", self.oversampling, 0)
         require_flag("rotate", self.rotate)
@@ -86,10 +88,7 @@ class Settings:
         require_choice("orthogonalization", self.orthogonalization, tuple(ORTHONORMALIZE))
         require_integer("min_dim_size_to_factor", self.min_dim_size_to_factor, 1)
         if self.factor_dtype is not None:
-            name = dtype_name(self.factor_dtype)
-            if name not in FACTOR_DTYPES:
-                allowed = ", ".join(FACTOR_DTYPES)
-                raise ValueError(f"factor_dtype is {name}; allowed: {allowed}.")
+            require_dtype("factor_dtype", self.factor_dtype, FACTOR_DTYPES)
             object.__setattr__(self, "factor_dtype", jnp.dtype(self.factor_dtype))
 
     @property

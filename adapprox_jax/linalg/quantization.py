@@ -170,16 +170,13 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
         if not hasattr(x, "dtype"):
             raise ValueError(f"{name} is a {type(x).__name__}; allowed: an array.")
     require_choice("codes.dtype", codes.dtype, list(map(jnp.dtype, (jnp.int8, jnp.int4))))
-    expected = {bits: quantized_like(shape, bits) for bits in BITS}
-    given = codes.shape, codes.dtype, scales.shape
-    possible = {(x.shape, x.dtype, y.shape): bits for bits, (x, y) in expected.items()}
-    if given not in possible:
-        allowed = " or ".join(f"{x.dtype} {x.shape}, {y.shape}" for x, y in expected.values())
+    bits, axis = bits_of(codes, shape), block_axis(shape)
+    like = [x.shape for x in quantized_like(shape, bits)]
+    if [codes.shape, scales.shape] != like:
         raise ValueError(
             f"codes and scales are {codes.dtype} {codes.shape}, {scales.shape};"
-            f" allowed for shape {shape}: {allowed}."
+            f" allowed for shape {shape}: {like[0]}, {like[1]}."
         )
-    bits, axis = possible[given], block_axis(shape)
     signed = _with_signs(codes, axis, shape[axis]) if bits == 5 else codes
     return _units(signed.astype(jnp.float32), bits) * _of_each(scales, axis, shape[axis])
 

@@ -12,7 +12,7 @@ from adapprox_jax.params.known_axes import KnownAxes, known_axes
 from adapprox_jax.params.leaves import Leaves, spread_booleans
 from adapprox_jax.params.matrix_view import MatrixView, fused_shape, view_shape
 from adapprox_jax.params.vectors import role_of, word_of_vectors
-from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
+from adapprox_jax.params.views import WeightDimensionNumbers, views_of
 
 # What `adapprox_muon` does with a leaf; the names of the two parts of its state.
 HIDDEN, OTHERS = "orthogonalized", "adapprox"
@@ -71,7 +71,6 @@ def hidden_matrices(
       {'embedding': False, 'mlp': {'kernel': True}}
     """
     leaves = Leaves.of(params, "parameter")
-    check_dimension_numbers(weight_dimension_numbers)
     reasons = _reasons(leaves, views_of(weight_dimension_numbers, leaves))
     return leaves.structure.unflatten([reason == "" for reason in reasons])
 

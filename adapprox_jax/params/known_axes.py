@@ -93,7 +93,7 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         around = (module[:length] for length in range(len(module), 0, -1))
         axis, size = next((layers[outer] for outer in around if outer in layers), (0, -1))
         if shapes[i][axis : axis + 1] == (size,):
-            known[i] = KnownAxes(known[i].numbers or _within_layers(shapes[i], axis), axis)
+            known[i] = KnownAxes(known[i].numbers or _of_stack(None, shapes[i], axis), axis)
         plain = _plain(known[i].numbers, shapes[i])
         is_outputs_first = paths[i][-1:] == [_OUTPUTS_FIRST] and is_torch
         if plain and (is_outputs_first or (is_conv1d and _CONV1D.search(role))):
@@ -116,23 +116,25 @@ def _of_stacks(leaves: Leaves, axes: Sequence[int | None]) -> list[KnownAxes]:
         for leaf, shape, axis in zip(leaves.boxed, layer, axes, strict=True)
     ]
     return [
-        known if axis is None else _stacked(known, shape, axis)
+        known if axis is None else KnownAxes(_of_stack(known.numbers, shape, axis), axis)
         for known, shape, axis in zip(
-            known_axes(dataclasses.replace(leaves, boxed=boxed)), layer, axes, strict=True
+            known_axes(dataclasses.replace(leaves, boxed=boxed)), shapes, axes, strict=True
         )
     ]
 
 
-def _stacked(known: KnownAxes, shape: tuple[int, ...], axis: int) -> KnownAxes:
-    """What is known of a stack along an axis of leaves of a shape."""
-    default = MatrixDimensionNumbers(*default_axes(shape)) if len(shape) > 1 else None
-    vector = MatrixDimensionNumbers((), tuple(range(len(shape))))
-    rows, columns, parts = known.numbers or default or vector
-
-    def shifted(side: int | Sequence[int]) -> int | list[int]:
-        return side + (side >= axis) if isinstance(side, int) else [i + (i >= axis) for i in side]
-
-    return KnownAxes(MatrixDimensionNumbers(shifted(rows), shifted(columns), parts), axis)
+def _of_stack(
+    of_layer: MatrixDimensionNumbers | None, shape: tuple[int, ...], axis: int
+) -> MatrixDimensionNumbers | None:
+    """What is known of a stack along an axis: of a stack of vectors that it is a dense one."""
+    axes = [i for i in range(len(shape)) if i != axis]
+    if of_layer is None and len(axes) < 2:
+        return MatrixDimensionNumbers((), axes) if axes else None
+    numbers = of_layer or MatrixDimensionNumbers(*default_axes([shape[i] for i in axes]))
+    rows, columns = (
+        axes[side] if isinstance(side, int) else [axes[i] for i in side] for side in numbers[:2]
+    )
+    return MatrixDimensionNumbers(rows, columns, numbers.parts)
 
 
 def is_from_model(words: Sequence[str]) -> bool:
@@ -205,12 +207,3 @@ def _of_named_axes(role: str, names: Sequence[str]) -> KnownAxes | None:
     ends_in_model = _TO_MODEL.search(role) or _TO_EMBED.search(role)
     sides = (others, model) if ends_in_model else (model, others)
     return KnownAxes(MatrixDimensionNumbers(*sides), layers)
-
-
-def _within_layers(shape: tuple[int, ...], layers: int) -> MatrixDimensionNumbers | None:
-    """The default view of each layer's part of a leaf; of a stack of vectors a dense one."""
-    axes = [axis for axis in range(len(shape)) if axis != layers]
-    if len(axes) < 2:
-        return MatrixDimensionNumbers((), axes) if axes else None
-    rows, columns = default_axes([shape[axis] for axis in axes])
-    return MatrixDimensionNumbers(axes[rows], axes[columns])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from adapprox_jax.argument_checks import takes_one_argument
+from adapprox_jax.argument_checks import require_same, takes_one_argument
 from adapprox_jax.params.boxes import is_box, rebox, unbox
 
 
@@ -144,11 +144,7 @@ def fitting(tree: Any, leaves: Leaves, what: str) -> Leaves:
     found = Leaves.of(tree, what)
     found.matching(leaves.tree, f"the {what}s")
     for name, array, weight in zip(leaves.names, found.arrays, leaves.arrays, strict=True):
-        if array.shape != weight.shape:
-            raise ValueError(
-                f"{name}: the {what} has shape {array.shape}; expected {weight.shape}, as of the"
-                " weight."
-            )
+        require_same(f"{name}: the {what} has shape", array.shape, weight.shape)
     return found
 
 

@@ -28,6 +28,7 @@ def views_of(
     if not leaves.boxed:  # Optax initializes a state on a placeholder to label its fields.
         return ()
     given = weight_dimension_numbers
+    check_dimension_numbers(given)
     if callable(given):
         given = given(leaves.tree)
         check_dimension_numbers(given)

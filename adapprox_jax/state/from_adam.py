@@ -1,7 +1,7 @@
 """An Adam state turned into an Adapprox state, for runs and checkpoints that began with Adam."""
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from adapprox_jax.argument_checks import (
     require,
     require_choice,
     require_flag,
+    require_same,
     require_transformation,
 )
 from adapprox_jax.linalg.random_keys import require_key
@@ -36,7 +37,13 @@ from adapprox_jax.state.report import adapprox_states
 from adapprox_jax.step.approximation import APPROXIMATIONS, Approximate
 from adapprox_jax.transforms.guided_ema import GuidedEmaState, stored_average
 from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
-from adapprox_jax.transforms.weight_decay import CautiousWeightDecayState
+
+# Types of states whose `count` is of steps. Two of them Optax does not name in public.
+_COUNTING = (
+    *("ScaleByAdapproxState", "CautiousWeightDecayState", "ScaleByAdamState"),
+    *("ScaleByScheduleState", "InjectStatefulHyperparamsState"),
+    *("WrappedScheduleState", "WeightDecaySchedule"),
+)
 
 
 def from_adam(
@@ -134,6 +141,10 @@ def from_adam(
                 average = optax.tree.scale(share, clipped)
             left = jnp.asarray(b1**steps, node.left.dtype)
             return stored_average(average, node)._replace(step=adam.count, left=left)
+        if not _counts_steps(node):
+            return node
+        fields = {name: convert_all(getattr(node, name), is_hidden) for name in node._fields}
+        node = node._replace(**fields | {"count": jnp.asarray(adam.count, node.count.dtype)})
         if is_hidden:  # their second moments are of directions
             return node
         if isinstance(node, ScaleByAdapproxState):
@@ -149,7 +160,7 @@ def from_adam(
     state = tx.init(params)
     _check_state(state)
     # New arrays: states are donated.
-    return jax.tree.map(jnp.array, _set_counts(convert_all(state), adam.count))
+    return jax.tree.map(jnp.array, convert_all(state))
 
 
 def _is_muon(node: Any) -> bool:
@@ -157,9 +168,13 @@ def _is_muon(node: Any) -> bool:
     return isinstance(node, optax.PartitionState) and set(node.inner_states) == {HIDDEN, OTHERS}
 
 
+def _counts_steps(node: Any) -> bool:
+    """Whether a state's `count` is of steps. What others call a count may be of something else."""
+    return type(node).__name__ in _COUNTING
+
+
 def _is_converted(node: Any) -> bool:
-    kinds = ScaleByAdapproxState, GuidedEmaState, optax.ScaleByAdamState
-    return isinstance(node, kinds) or _is_muon(node)
+    return isinstance(node, GuidedEmaState) or _counts_steps(node) or _is_muon(node)
 
 
 def _check_state(state: Any) -> None:
@@ -172,35 +187,6 @@ def _check_state(state: Any) -> None:
             "tx has several second moments; allowed: one, or those of adapprox_muon. Of others"
             " Adam's state does not tell which are of gradients. Convert each part by itself."
         )
-
-
-def _set_counts(state: Any, count: jax.Array) -> Any:
-    """A state whose counts of steps, those of schedules too, are `count`.
-
-    What others call a count may be of something else, as that of `reduce_on_plateau` is.
-    """
-
-    def one(node: Any) -> Any:
-        if not isinstance(node, _counting()):
-            return node
-        fields = {name: _set_counts(getattr(node, name), count) for name in node._fields}
-        return node._replace(**{**fields, "count": jnp.asarray(count, node.count.dtype)})
-
-    return jax.tree.map(one, state, is_leaf=lambda x: isinstance(x, _counting()))
-
-
-@cache
-def _counting() -> tuple[Any, ...]:
-    """States whose `count` is of steps. Two of them Optax does not name in public."""
-    return (
-        ScaleByAdapproxState,
-        optax.ScaleByAdamState,
-        optax.ScaleByScheduleState,
-        optax.InjectStatefulHyperparamsState,
-        CautiousWeightDecayState,
-        type(optax.schedules.WrappedSchedule(lambda step: step).init()),
-        type(optax.add_decayed_weights(lambda step: step).init(())),
-    )
 
 
 def _adam_of(state: Any, params: optax.Params) -> optax.ScaleByAdamState:
@@ -224,11 +210,8 @@ def _adam_of(state: Any, params: optax.Params) -> optax.ScaleByAdamState:
     )
     for name, leaf in mu.items():
         expected = getattr(of_params.get(name), "shape", "none")
-        if leaf.shape != expected:
-            raise ValueError(
-                f"{name}: average and second moment in adam_state have shape {leaf.shape};"
-                f" expected {expected}."
-            )
+        what = f"{name}: average and second moment in adam_state have shape"
+        require_same(what, leaf.shape, expected)
     return adam._replace(mu=mu, nu=nu)
 
 

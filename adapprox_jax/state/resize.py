@@ -65,9 +65,7 @@ def resize(
       16
     """
     for name, width in max_rank.items() if isinstance(max_rank, Mapping) else [("", max_rank)]:
-        where = f"max_rank[{name!r}]" if name else "max_rank"
-        _require_no_array(where, width)
-        require_max_rank(where, width)
+        require_max_rank(f"max_rank[{name!r}]" if name else "max_rank", width)
     require_flag("truncate", truncate)
     check_concrete("resize", opt_state)
     known: set[str] = set()
@@ -145,21 +143,12 @@ def grow(
         require("error_threshold", error_threshold, holds, f"{allowed}, or None")
     check_concrete("grow", opt_state)
     for i, size in enumerate(sizes):
-        _require_no_array(f"sizes[{i}]", size)
         require_integer(f"sizes[{i}]", size, sizes[i - 1] + 1 if i else 1)
     report = rank_report(opt_state, params)
     full = [name for name, info in report.items() if info.is_full(error_threshold)]
     largest = max((info.capacity for info in report.values()), default=0)
     larger = [size for size in sizes if size > largest]
     return resize(opt_state, dict.fromkeys(full, larger[0])) if full and larger else opt_state
-
-
-def _require_no_array(name: str, width: Any) -> None:
-    """Raises ValueError for an array of JAX, traced or not."""
-    if isinstance(width, jax.Array):
-        raise ValueError(
-            f"{name} is an array of JAX; allowed: a Python number, as int() makes one."
-        )
 
 
 def _resize_leaf(name: str, leaf: LeafState, capacity: int, truncate: bool) -> LeafState:

@@ -83,7 +83,7 @@ def each_alike(
     """
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
-        if not platform.leaf_after_leaf:
+        if not platform.is_cpu:
             return list(map(function, trees))
         groups = alike(trees, kinds)
         places = places_within(groups, trees)

@@ -95,7 +95,7 @@ def sums_of(stacks: Sequence[jax.Array]) -> list[jax.Array]:
     small = [i for i in range(len(stacks)) if i not in results]
 
     def sums(platform: Platform, stacks: Sequence[jax.Array]) -> list[jax.Array]:
-        if platform.sums_together:
+        if not platform.is_cpu:
             return together(_sum, stacks, have_sides=True)
         return list(map(_sum, stacks))
 
@@ -150,7 +150,7 @@ def sweep(
     """
     results: list[Any] = []
     for plan, stack, *rest in zip(plans, stacks, *more, strict=True):
-        if results and not plan.platform.leaf_after_leaf:
+        if results and not plan.platform.is_cpu:
             done = jax.tree.leaves(results[-1])[0]
             stack = stack._replace(q=begin_after(plan.platform, done, stack.q))
         tiles = tile_count(stack.grad.shape[1:], plan.platform.largest_whole)

@@ -35,6 +35,7 @@ from adapprox_jax.step.platform import Platform
 from adapprox_jax.step.rank_choice import choose_rank
 from adapprox_jax.step.scalars import StepScalars
 
+_LANES = 128  # of a TPU; a matrix lies in rows if they divide its length
 _TRACE = 1e-3  # of a random column in a start, times the largest entry of the last one
 _ROUNDING = 84  # epsilons of the largest entry, 1e-5 in float32: rounding leaves some 1e-6
 
@@ -134,7 +135,7 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     q, u = (x.astype(matrix.scale.dtype) for x in (matrix.q, matrix.u))
     factors = Factors(q, u / plan.approximation.of_scale(matrix.scale))
     if read_once and plan.platform.fuses_products:
-        in_rows = matrix.grad.shape[1] % (plan.platform.lanes * devices_in_use()) == 0
+        in_rows = matrix.grad.shape[1] % (_LANES * devices_in_use()) == 0
         last = (outer_by_rows if in_rows else outer)(*factors, plan.axis)
     else:
         last = product_of(plan, factors)
@@ -145,7 +146,7 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
 def product_of(plan: Plan, factors: Factors) -> jax.Array:
     """The product q u^T in the shape of the gradient."""
     platform = plan.platform
-    if platform.fuses_outer_products:
+    if not platform.is_cpu:
         in_order = devices_in_use() == 1
         laid_out = not platform.fuses_products
         return fused_outer(*factors, plan.axis, laid_out=laid_out, in_order=in_order)
@@ -169,9 +170,9 @@ def project(plan: Plan, matrix: Matrix, basis: Factors) -> jax.Array:
     return contract(target_of(plan, matrix), basis.q, plan.axis)
 
 
-def quotient_of(plan: Plan, matrix: Matrix, *_: Any, read_once: bool = False) -> jax.Array:
+def quotient_of(plan: Plan, matrix: Matrix, *_: Any) -> jax.Array:
     """The gradient over the root of V, in its type."""
-    target = target_of(plan, matrix, read_once=read_once)
+    target = target_of(plan, matrix, read_once=True)
     if matrix.entries is not None:  # added zeros would be 0 / 0 without eps
         target = jnp.where(matrix.grad == 0, 1, target)
     root = plan.approximation.root(target)
@@ -222,7 +223,7 @@ def residuals_of(plan: Plan, matrix: Matrix, factors: Factors, unit: jax.Array) 
     """What adds up to ||A - q u^T||^2 in squared units."""
     difference = target_of(plan, matrix, read_once=True) - product_of(plan, factors)
     units = difference / unit
-    if plan.platform.sums_in_blocks and plan.batch == 1:
+    if not plan.platform.is_cpu and plan.batch == 1:
         return jnp.sum(jnp.square(in_blocks(units, 0)), axis=1)
     return jnp.sum(jnp.square(units))
 
@@ -234,7 +235,7 @@ def residuals_and_squares(
     # Of equal products XLA makes one array. This one gives the same numbers as that of the last
     # pass, and is fused here, and that one there.
     matrix = matrix._replace(q=2 * matrix.q, u=matrix.u / 2)
-    quotient = quotient_of(plan, matrix, read_once=True)
+    quotient = quotient_of(plan, matrix)
     return residuals_of(plan, matrix, factors, unit), sum_of_squares(plan, quotient)
 
 

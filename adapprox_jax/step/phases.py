@@ -92,7 +92,7 @@ def step_stacks(
         return []
     settings, platform = plans[0].settings, plans[0].platform
     rounds = settings.rounds
-    unroll = platform.unrolls_rounds and rounds <= WARM_ROUNDS
+    unroll = not platform.is_cpu and rounds <= WARM_ROUNDS
     orthonormalize = partial(
         ORTHONORMALIZE[settings.orthogonalization], rounds=rounds, unroll=unroll
     )
@@ -103,7 +103,7 @@ def step_stacks(
         for grad, last, scale, count in zip(grads, lasts, scales, entries, strict=True)
     ]
     most = platform.largest_whole or 0
-    if platform.keeps_targets and all(x.grad.size <= most for x in stacks):
+    if platform.is_cpu and all(x.grad.size <= most for x in stacks):
         targets = each(target_of, plans, stacks)
         stacks = [x._replace(target=target) for x, target in zip(stacks, targets, strict=True)]
     us = each(start_of, plans, [last.u for last in lasts], largest)
@@ -125,7 +125,7 @@ def step_stacks(
     residuals: Sequence[jax.Array]
     squares: Sequence[jax.Array] = ()
     quotients: Sequence[jax.Array] = ()
-    if platform.quotient_with_error:
+    if platform.is_cpu:
         of_last_pass = _compared(residuals_and_quotient, found, kept)
         residuals, squares, quotients = zip(*of_last_pass, strict=True)
     elif platform.fuses_products:
@@ -137,7 +137,7 @@ def step_stacks(
     terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), energies, units)
     errors = together(errors_of, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
-    quotients = quotients or sweep(partial(quotient_of, read_once=True), plans, stacks)
+    quotients = quotients or sweep(quotient_of, plans, stacks)
     wide = (x.astype(wide_dtype(x.dtype)) for x in quotients)
     squares = squares or sums_of([jnp.square(x) for x in wide])
     updates = each(clipped, plans, quotients, squares, entries)
@@ -237,7 +237,7 @@ def _made_anew(
     stays = _largest_that_stays(plans, stacks)
     anew, later = list(stacks), list(after)
     for i, plan in enumerate(plans):
-        if not plan.platform.keeps_targets and i != stays:
+        if not plan.platform.is_cpu and i != stays:
             # Leaf by leaf: under `jax.shard_map` what leaves a barrier varies as all that enters.
             q, later[i] = jax.lax.optimization_barrier((stacks[i].q, after[i]))
             anew[i] = stacks[i]._replace(q=q)

@@ -57,10 +57,10 @@ def step_leaves(
     """
 
     def step(platform: Platform, *operands: Any) -> Stepped:
-        if platform.leaf_after_leaf and devices_in_use() > 1:
+        if platform.is_cpu and devices_in_use() > 1:
             platform = GPU
         static: dict[str, Any] = {"platform": platform, "views": views, "settings": settings}
-        if platform.leaf_after_leaf:
+        if platform.is_cpu:
             return _leaf_after_leaf(*operands, **static)
         return [(scaled, new) for scaled, new, _ in _together(*operands, **static)]
 
@@ -161,8 +161,7 @@ def _together(
             )
             plans.append(plan)
             stacks.append(to_matrices(grad, view))
-            flat = partial(_flattened, depth=len(batch), batch=plan.batch)
-            lasts.append(jax.tree.map(flat, state))
+            lasts.append(jax.tree.map(lambda x, b=batch: x.reshape(-1, *x.shape[len(b) :]), state))
         results: _WithSquares = []
         stepped = step_stacks(plans, stacks, lasts, entries or [None] * len(plans), chooses)
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
@@ -180,7 +179,3 @@ def _together(
         if i not in results:
             results[i] = *step_dense(scalars, grad, state), None
     return [results[i] for i in range(len(grads))]
-
-
-def _flattened(array: jax.Array, depth: int, batch: int) -> jax.Array:
-    return array.reshape(batch, *array.shape[depth:])

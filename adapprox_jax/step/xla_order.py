@@ -1,10 +1,13 @@
 """Forces the order in which XLA works, to bound peak memory, and what it works out once."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding, varies_no_more
-from adapprox_jax.step.platform import Platform, on_platform
+from adapprox_jax.step.platform import CPU, Platform, on_platform
 
 
 def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
@@ -21,30 +24,29 @@ def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Ar
     """
     if not varies_no_more(done, array):
         return array
-    if not platform.leaf_after_leaf:
+    if not platform.is_cpu:
         return jax.lax.optimization_barrier((done, array))[1]
     return jnp.where(_never(done), 0, array).astype(array.dtype)
 
 
-def begin_late_on_cpu(update: jax.Array, array: jax.Array) -> jax.Array:
-    """An array that goes with an update, on CPUs once that is known.
+def on_cpus(function: Callable[..., Any], tree: Any, *operands: Any) -> Any:
+    """A function of a tree of arrays and operands on CPUs, to a tree like it; elsewhere the tree.
 
-    Else XLA decodes the averages of all leaves, whole matrices, before it works on the first leaf.
-    Not on a mesh in use, where to wait for a few numbers they would be sent around.
-
-    Args:
-      update: Of at least one axis.
-      array: Any.
+    Nor on a mesh in use, where to wait for a few numbers they would be sent around.
     """
 
-    def wait(platform: Platform, update: jax.Array, array: jax.Array) -> jax.Array:
-        if not platform.leaf_after_leaf:
-            return array
-        return begin_after(platform, first_two(update), array)
+    def call(platform: Platform, tree: Any, *operands: Any) -> Any:
+        return function(tree, *operands) if platform.is_cpu else tree
 
-    if devices_in_use() > 1:
-        return array
-    return on_platform(wait, update, array)
+    return tree if devices_in_use() > 1 else on_platform(call, tree, *operands)
+
+
+def begin_late(array: jax.Array, update: jax.Array) -> jax.Array:
+    """An array that goes with an update of at least one axis, on CPUs once that is known.
+
+    Else XLA decodes the averages of all leaves, whole matrices, before it works on the first leaf.
+    """
+    return begin_after(CPU, first_two(update), array)
 
 
 def materialize(array: jax.Array) -> jax.Array:

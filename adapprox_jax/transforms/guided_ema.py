@@ -22,6 +22,7 @@ from adapprox_jax.argument_checks import (
     require_flag,
     require_or_schedule,
     require_precise,
+    require_same,
 )
 from adapprox_jax.linalg.newton_schulz import of_norm_one
 from adapprox_jax.linalg.quantization import (
@@ -38,7 +39,7 @@ from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along, using_mesh_of, with_automatic_axes
 from adapprox_jax.step.alike import each_alike
-from adapprox_jax.step.xla_order import begin_late_on_cpu
+from adapprox_jax.step.xla_order import begin_late, on_cpus
 
 Rounding: TypeAlias = Literal["stochastic", "nearest"]
 
@@ -304,7 +305,7 @@ def _average_leaves(
         decay: Any,
     ) -> tuple[jax.Array, ...]:
         local = rule if decay is None else dataclasses.replace(rule, b1=decay)
-        codes = begin_late_on_cpu(update, codes)
+        codes = on_cpus(begin_late, codes, update)
         last = dequantize(codes, scales, update.shape)
         # In memory, so that updates are made once: what is emitted is made from both averages.
         older, new = local.terms(update, last)
@@ -335,18 +336,10 @@ def _check_average(name: str, update: jax.Array, mu: Any, scale: Any, bits: int 
         raise ValueError(f"{name}: the state has codes without scales. Was it loaded in part?")
     kept = bits_of(mu, update.shape) if is_coded else None
     like = quantized_like(update.shape, kept)[0].shape if kept else update.shape
-    if mu.shape != like:
-        raise ValueError(
-            f"{name}: the update has shape {update.shape}; the state's average has {mu.shape}."
-            " Was the state made for other parameters?"
-        )
+    require_same(f"{name}: the state's average has shape", mu.shape, like)
     expected = bits if _has_codes(update.shape, bits) else None
-    if kept != expected:
-        has, is_ = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
-        raise ValueError(
-            f"{name}: the state has {has}; mu_dtype asks for {is_}. Was the state made with another"
-            " mu_dtype?"
-        )
+    has, asked = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
+    require_same(f"{name}: by mu_dtype {asked}; the state has", has, asked)
 
 
 def guidance_scale(

@@ -13,6 +13,7 @@ from adapprox_jax.argument_checks import (
     check_state,
     require,
     require_precise,
+    require_same,
 )
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple
@@ -88,12 +89,7 @@ def scale_by_neuron_moment(
 
     def average(name: str, leaf: jax.Array, kept: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
         shape = _shape_of_means(leaf.shape, inputs)
-        if kept.shape != shape:
-            raise ValueError(
-                f"{name}: the update of shape {leaf.shape} has means of shape {shape}; the state"
-                f" has {kept.shape}. Was it made for other parameters or with other"
-                " weight_dimension_numbers?"
-            )
+        require_same(f"{name}: the update has means of shape", shape, kept.shape)
         total = jnp.sum(jnp.square(leaf.astype(kept.dtype)), axis=inputs, keepdims=True)
         mean = total / max(math.prod(leaf.shape[axis] for axis in inputs), 1)
         return jnp.asarray(b2 * kept + (1 - b2) * mean, kept.dtype)

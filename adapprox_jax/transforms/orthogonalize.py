@@ -102,7 +102,7 @@ def _of_stacks(
     results = list(stacks)
     last: jax.Array | None = None
     many: list[list[int]] = []
-    if platform.leaf_after_leaf:
+    if platform.is_cpu:
         # Zeros around a matrix stay zeros. Fused parts would be cut at other places.
         can_grow = [len(x) == max(of) == 1 or None for x, of in zip(stacks, parts, strict=True)]
         many = [group for group in alike(stacks, can_grow) if len(group) > 1]
@@ -137,7 +137,7 @@ def _of_stacks(
             for i, x in zip(some, done, strict=True):
                 longest = max(stacks[i].shape[1] // of[0], stacks[i].shape[2] // of[1])
                 scale: float | jax.Array = math.sqrt(longest)
-                if platform.leaf_after_leaf and devices_in_use() == 1 and len(some) < MANY:
+                if platform.is_cpu and devices_in_use() == 1 and len(some) < MANY:
                     # XLA makes a whole array of a number that it knows, long before. To wait costs
                     # a kernel for each leaf, so not where many small ones share theirs.
                     scale = begin_after(platform, first_two(x), jnp.asarray(scale, x.dtype))
@@ -187,7 +187,7 @@ def _in_turn(steps: int, platform: Platform, stack: jax.Array) -> jax.Array:
 
     def of_some(batch: jax.Array) -> jax.Array:
         # Behind a barrier, because results in bfloat16 would be kept in float32.
-        dtype, unroll = platform.directions_dtype, platform.unrolls_rounds
+        dtype, unroll = platform.directions_dtype, not platform.is_cpu
         return jax.lax.optimization_barrier(newton_schulz(batch, steps, dtype, unroll))
 
     at_once = _at_once(platform, stack.shape)

@@ -8,7 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from adapprox_jax.argument_checks import check_state, require_choice, require_transformation
+from adapprox_jax.argument_checks import (
+    check_state,
+    require_choice,
+    require_dtype,
+    require_same,
+    require_transformation,
+)
 from adapprox_jax.linalg.split_floats import (
     HALVES,
     REMAINDERS,
@@ -18,9 +24,7 @@ from adapprox_jax.linalg.split_floats import (
     upper_part,
 )
 from adapprox_jax.params.leaves import Leaves
-from adapprox_jax.sharding.axes import devices_in_use
-from adapprox_jax.step.platform import Platform, on_platform
-from adapprox_jax.step.xla_order import materialize
+from adapprox_jax.step.xla_order import materialize, on_cpus
 from adapprox_jax.transforms.in_float32 import difference, stepped, weights_of
 
 _Tree = TypeVar("_Tree")
@@ -90,11 +94,7 @@ def split_weights(
     """
     require_transformation("tx", tx)
     require_choice("bits", bits, tuple(REMAINDERS))
-    try:
-        name: Any = None if dtype is None else jnp.dtype(dtype).name
-    except TypeError:
-        name = dtype
-    require_choice("dtype", name, [half.name for half in HALVES])
+    require_dtype("dtype", dtype, [half.name for half in HALVES])
     half, kept = jnp.dtype(dtype), REMAINDERS[bits]
     inner = optax.with_extra_args_support(tx)
 
@@ -118,19 +118,13 @@ def split_weights(
         remainders = leaves.matching(state.remainder, "the weights")
         halves = leaves.arrays
         for name, array, remainder in zip(leaves.names, halves, remainders.arrays, strict=True):
-            if remainder.dtype != kept:
-                raise ValueError(
-                    f"{name}: the state's remainder has type {remainder.dtype.name}; expected"
-                    f" {kept.name}. Was the state made with another number of bits?"
-                )
-            if remainder.shape != array.shape:
-                raise ValueError(
-                    f"{name}: the weight has shape {array.shape}; the state's remainder has"
-                    f" {remainder.shape}. Was the state made for other parameters?"
-                )
+            require_same(f"{name}: the state's remainder has type", remainder.dtype, kept)
+            require_same(f"{name}: the weight has shape", array.shape, remainder.shape)
         weights = list(map(joined, halves, remainders.arrays))
         new, inner_state = stepped(inner, updates, state.inner_state, leaves, weights, extra_args)
-        new = on_platform(_in_memory_on_cpus, new)
+        # The new halves and the remainders are made by two kernels on CPUs. If both read the old
+        # halves, these cannot be overwritten, and XLA copies all of them before the step begins.
+        new = on_cpus(lambda weights: list(map(materialize, weights)), new)
         steps = [difference(upper_part(x, half, kept), p) for x, p in zip(new, halves, strict=True)]
         # What optax.apply_updates will give, which is another number where the step was rounded:
         # where a weight shrinks by far. The remainder belongs to it.
@@ -143,18 +137,6 @@ def split_weights(
         return leaves.filled(steps), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _in_memory_on_cpus(platform: Platform, weights: list[jax.Array]) -> list[jax.Array]:
-    """New weights, in memory on CPUs, so that they are not made anew from the old ones.
-
-    There the new halves and the remainders are made by two kernels. If both read the old halves,
-    these cannot be overwritten, and XLA copies all of them before the step begins. Not on a mesh in
-    use, where a few numbers of each would be sent around.
-    """
-    if not platform.leaf_after_leaf or devices_in_use() > 1:
-        return weights
-    return list(map(materialize, weights))
 
 
 def split(tx: optax.GradientTransformation, params: _Tree) -> tuple[_Tree, optax.OptState]:
@@ -216,10 +198,7 @@ def join_weights(params: _Tree, state: optax.OptState) -> _Tree:
     """
 
     def join(name: str, half: jax.Array, remainder: jax.Array, dtype: np.dtype) -> jax.Array:
-        if half.dtype != dtype:
-            raise ValueError(
-                f"{name}: the weight has type {half.dtype.name}; expected {dtype.name}."
-            )
+        require_same(f"{name}: the weight has type", half.dtype, dtype)
         return joined(half, remainder)
 
     return _with_parts(params, state, join)
@@ -247,14 +226,10 @@ def _with_parts(
     for node in states:
         remainders = Leaves.of(node.remainder)
         for name, remainder in zip(remainders.names, remainders.arrays, strict=True):
-            shape = getattr(results.get(name), "shape", None)
             if name in done:
                 raise ValueError(f"{name}: the weight has two remainders; allowed: one.")
-            if shape != remainder.shape:
-                given = "params has no such weight" if shape is None else f"its shape is {shape}"
-                raise ValueError(
-                    f"{name}: {given}; expected shape {remainder.shape}, as in the state."
-                )
+            shape = getattr(results.get(name), "shape", "none")
+            require_same(f"{name}: the weight has shape", shape, remainder.shape)
             results[name] = function(name, results[name], remainder, node.zero.dtype)
             done.add(name)
     return leaves.filled(list(results.values()))

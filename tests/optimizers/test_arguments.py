@@ -1,5 +1,6 @@
 """Arguments out of range give one line: what was given, what is allowed, and where."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -448,3 +449,27 @@ def test_functions_are_in_range_at_every_step(name, value, cautious):
 def test_a_largest_rank_of_one_as_a_fraction_is_no_rank_of_one():
     tx = adapprox_jax.scale_by_adapprox(initial_rank=1, max_rank=1.0)
     assert int(tx.init(jnp.ones((64, 96))).rank[0]) == 1
+
+
+@dataclasses.dataclass
+class Decaying:
+    """A schedule as a configuration has it. One with fields that may change has no hash."""
+
+    first: float
+
+    def __call__(self, step):
+        return self.first / (1 + step)
+
+
+def test_a_schedule_may_be_an_object_without_a_hash():
+    schedules = dict(b1=Decaying(0.9), b2=Decaying(0.9), weight_decay=Decaying(0.1))
+    tx = adapprox_jax.adapprox(Decaying(0.1), **schedules)
+    updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
+    assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
+    with pytest.raises(ValueError, match="rank_growth is .*; allowed: what can be hashed"):
+        adapprox_jax.adapprox(1e-3, rank_growth=Decaying(0.1))
+
+
+def test_axes_beside_a_selection_are_checked():
+    with pytest.raises(ValueError, match="weight_dimension_numbers has 5; allowed"):
+        adapprox_jax.muon_report(PARAMS, lambda tree: jax.tree.map(lambda _: True, tree), 5)
