@@ -165,7 +165,10 @@ def require_scalar(name: str, result: Any) -> None:
 def require_same(what: str, given: Any, expected: Any) -> None:
     """Raises ValueError where two things differ that belong together, such as shapes of a leaf."""
     if given != expected:
-        raise ValueError(f"{what} {given}; expected {expected}. Is the state of other parameters?")
+        raise ValueError(
+            f"{what} {given}; expected {expected}. Was the state made for"
+            " other parameters, or with other settings?"
+        )
 
 
 def check_concrete(function: str, tree: Any) -> None:

@@ -338,8 +338,9 @@ def _check_average(name: str, update: jax.Array, mu: Any, scale: Any, bits: int 
     like = quantized_like(update.shape, kept)[0].shape if kept else update.shape
     require_same(f"{name}: the state's average has shape", mu.shape, like)
     expected = bits if _has_codes(update.shape, bits) else None
-    has, asked = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
-    require_same(f"{name}: by mu_dtype {asked}; the state has", has, asked)
+    if kept != expected:
+        has, asked = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
+        raise ValueError(f"{name}: the state has {has}; mu_dtype asks for {asked}.")
 
 
 def guidance_scale(

@@ -228,7 +228,7 @@ def _with_parts(
         for name, remainder in zip(remainders.names, remainders.arrays, strict=True):
             if name in done:
                 raise ValueError(f"{name}: the weight has two remainders; allowed: one.")
-            shape = getattr(results.get(name), "shape", "none")
+            shape = getattr(results.get(name), "shape", "of none")
             require_same(f"{name}: the weight has shape", shape, remainder.shape)
             results[name] = function(name, results[name], remainder, node.zero.dtype)
             done.add(name)

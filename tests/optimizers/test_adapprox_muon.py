@@ -124,7 +124,7 @@ def test_means_of_neurons_are_of_their_own_leaves():
     rows = adapprox_jax.scale_by_neuron_moment(
         weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(rows=1, columns=0)
     )
-    with pytest.raises(ValueError, match=r"'w'.*means of shape \(4, 1\); the state has \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"'w'.*means of shape \(4, 1\); expected \(1, 6\)"):
         rows.update(params, columns.init(params))
     with pytest.raises(TypeError, match=r"'w'.*the update has type int32; allowed: real"):
         columns.update({"w": jnp.ones((4, 6), jnp.int32)}, columns.init(params))

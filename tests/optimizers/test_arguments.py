@@ -466,7 +466,7 @@ def test_a_schedule_may_be_an_object_without_a_hash():
     tx = adapprox_jax.adapprox(Decaying(0.1), **schedules)
     updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
-    with pytest.raises(ValueError, match="rank_growth is .*; allowed: what can be hashed"):
+    with pytest.raises(ValueError, match=r"rank_growth is .*; allowed: what can be hashed"):
         adapprox_jax.adapprox(1e-3, rank_growth=Decaying(0.1))
 
 
