@@ -31,7 +31,6 @@ from adapprox_jax.transforms.stochastic_rounding import (
     stochastic_rounding,
 )
 from adapprox_jax.transforms.weight_decay import (
-    CautiousWeightDecayState,
     add_cautious_weight_decay,
 )
 
@@ -41,7 +40,6 @@ __all__ = [
     "MUON_STATIC_ARGS",
     "PAPER",
     "STATIC_ARGS",
-    "CautiousWeightDecayState",
     "GuidedEmaState",
     "MatrixDimensionNumbers",
     "RankInfo",

@@ -12,7 +12,7 @@ import numpy as np
 
 from adapprox_jax.argument_checks import require_choice, require_flag, require_integer
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, Orthogonalization
-from adapprox_jax.linalg.products import contract, matmul, outer
+from adapprox_jax.linalg.products import contract, matmul
 from adapprox_jax.linalg.random_keys import require_key
 from adapprox_jax.linalg.rounding import wide_dtype
 
@@ -111,11 +111,6 @@ def power_of_two_below(largest: jax.Array) -> jax.Array:
     return jnp.where(largest == 0, 1, scale)
 
 
-def frobenius_norm(matrix: jax.Array) -> jax.Array:
-    """Frobenius norm, a scalar; the matrix must be of a scale at which squares are numbers."""
-    return jnp.sqrt(jnp.sum(jnp.square(matrix)))
-
-
 def principal_turn(gram: jax.Array) -> jax.Array:
     """The turn that puts columns in order of falling singular value: x -> x @ turn.T.
 
@@ -161,15 +156,3 @@ def tail_error(
     beyond = jnp.sum(jnp.where(np.arange(energies.shape[0], dtype=np.int32) < rank, 0, energies))
     norm_squared = residual_energy + jnp.sum(energies)
     return jnp.sqrt((residual_energy + beyond) / jnp.where(norm_squared == 0, 1, norm_squared))
-
-
-def relative_error(matrix: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
-    """xi, ||A - q u^T|| / ||A||, of any factors, from the residual itself; 0 for a zero matrix.
-
-    Args:
-      matrix: A, (m, n).
-      q: (m, k).
-      u: (n, k).
-    """
-    norm = frobenius_norm(matrix)
-    return frobenius_norm(matrix - outer(q, u, 0)) / jnp.where(norm == 0, 1, norm)

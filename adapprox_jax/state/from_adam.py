@@ -18,8 +18,9 @@ from adapprox_jax.argument_checks import (
     require_same,
     require_transformation,
 )
+from adapprox_jax.linalg.products import outer
 from adapprox_jax.linalg.random_keys import require_key
-from adapprox_jax.linalg.srsi import frobenius_norm, normalize, relative_error, srsi
+from adapprox_jax.linalg.srsi import normalize, srsi
 from adapprox_jax.params.hidden_matrices import HIDDEN, OTHERS
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import MatrixView, to_matrices
@@ -40,7 +41,7 @@ from adapprox_jax.transforms.matrix_rms import clip_by_matrix_rms
 
 # Types of states whose `count` is of steps. Two of them Optax does not name in public.
 _COUNTING = (
-    *("ScaleByAdapproxState", "CautiousWeightDecayState", "ScaleByAdamState"),
+    *("ScaleByAdapproxState", "ScaleByAdamState"),
     *("ScaleByScheduleState", "InjectStatefulHyperparamsState"),
     *("WrappedScheduleState", "WeightDecaySchedule"),
 )
@@ -266,5 +267,6 @@ def _factors(
     matrix = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     q, u = (x.astype(dtype) for x in srsi(matrix, capacity, key))
     unit, scale = normalize(matrix)
-    error = relative_error(unit, q.astype(unit.dtype), u.astype(unit.dtype) / scale)
-    return q, u, error, error * scale * frobenius_norm(unit)
+    product = outer(q.astype(unit.dtype), u.astype(unit.dtype) / scale, 0)
+    left_out, norm = jnp.linalg.norm(unit - product), jnp.linalg.norm(unit)
+    return q, u, left_out / jnp.where(norm == 0, 1, norm), scale * left_out

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,10 @@ from adapprox_jax.argument_checks import (
     NOT_NEGATIVE,
     Range,
     at_step,
-    check_state,
     require_flag,
     require_or_schedule,
 )
 from adapprox_jax.params.leaves import require_booleans, spread_booleans
-
-
-class CautiousWeightDecayState(NamedTuple):
-    """State of `add_cautious_weight_decay` with a schedule."""
-
-    count: jax.Array  # type: ignore[assignment]  # int32 scalar, updates so far
 
 
 def add_cautious_weight_decay(
@@ -39,8 +32,8 @@ def add_cautious_weight_decay(
       mask: Which leaves decay: a tree of booleans, or a function from the parameters to it.
 
     Returns:
-      An `optax.GradientTransformation` whose update needs the parameters, with state
-      `CautiousWeightDecayState` where there is a schedule, and else without.
+      An `optax.GradientTransformation` whose update needs the parameters, with the state of
+      `optax.add_decayed_weights`.
 
     Raises:
       ValueError: weight_decay is out of range, or, from `update`, parameters are not given.
@@ -55,35 +48,21 @@ def add_cautious_weight_decay(
 
     Source: "Cautious Weight Decay" (2510.12402).
     """
-    require_or_schedule("weight_decay", weight_decay, *NOT_NEGATIVE)
-    checked = _checked_mask(mask)
-
-    def init(params: optax.Params) -> optax.OptState:
-        del params
-        if callable(weight_decay):
-            return CautiousWeightDecayState(jnp.zeros([], jnp.int32))
-        return optax.EmptyState()
+    plain = optax.add_decayed_weights(_checked_schedule("weight_decay", weight_decay, NOT_NEGATIVE))
 
     def update(
         updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, optax.OptState]:
-        if params is None:
-            raise ValueError("params is None; allowed: the parameters, of which a part is added.")
-        multiple: Any = weight_decay
-        if callable(weight_decay):
-            check_state(state, CautiousWeightDecayState, "add_cautious_weight_decay")
-            multiple = at_step("weight_decay", weight_decay, state.count, *NOT_NEGATIVE)
-            state = CautiousWeightDecayState(optax.safe_increment(state.count))
+        decayed, state = plain.update(updates, state, params)
 
-        def decayed(x: jax.Array | None, w: Any) -> jax.Array | None:
+        def chosen(x: jax.Array | None, with_decay: jax.Array, w: Any) -> jax.Array | None:
             if x is None:  # of a model that is its own parameters, say of a function
                 return None
-            agree = jnp.sign(x) * jnp.sign(w) >= 0
-            return x + jnp.where(agree, multiple * w, 0).astype(x.dtype)
+            return jnp.where(jnp.sign(x) * jnp.sign(w) >= 0, with_decay, x).astype(x.dtype)
 
-        return jax.tree.map(decayed, updates, params, is_leaf=lambda x: x is None), state
+        return jax.tree.map(chosen, updates, decayed, params, is_leaf=lambda x: x is None), state
 
-    decay = optax.GradientTransformation(init, update)
+    decay, checked = optax.GradientTransformation(plain.init, update), _checked_mask(mask)
     return decay if checked is None else optax.masked(decay, checked)
 
 
