@@ -30,7 +30,7 @@ def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Ar
 
 
 def on_cpus(function: Callable[..., Any], tree: Any, *operands: Any) -> Any:
-    """A function of a tree of arrays and operands on CPUs, to a tree like it; elsewhere the tree.
+    """A function of a tree of arrays and operands on CPUs, to a tree like it; else the tree.
 
     Nor on a mesh in use, where to wait for a few numbers they would be sent around.
     """
