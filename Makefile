@@ -67,7 +67,7 @@ test-newest:
 
 # Builds the sdist and the wheel into dist/, and tries both as users would.
 release-check: $(VENV_RELEASE)/installed
-	$(VENV_RELEASE)/bin/python -m tools.release_check
+	$(VENV_RELEASE)/bin/python -m tests.release_check
 
 # What a step becomes on an H100 and on TPUs: compiled by what JAX has for them, without a device.
 device-program: $(VENV_DEVICE)/installed
