@@ -85,7 +85,7 @@ def dtype_name(value: Any) -> str:
     if isinstance(value, jax.Array | np.ndarray):  # `jnp.dtype` would take it for its type
         return "an array"
     try:
-        return str(value) if value in (None, "int5") else jnp.dtype(value).name
+        return str(value) if value is None or value == "int5" else jnp.dtype(value).name
     except TypeError:
         return repr(value)
 

@@ -119,7 +119,6 @@ def run_in_two_processes(*command):
         return [said_by(process) for process in started]
 
 
-@pytest.mark.slow
 def test_eight_devices_learn_what_one_does(alone, on_eight):
     assert_alike(alone, on_eight)
 
@@ -133,7 +132,6 @@ def test_no_device_holds_all(work, capsys):
     assert each < whole / 2  # of so small a model biases are a large part
 
 
-@pytest.mark.slow
 def test_two_processes_learn_what_one_does(work, on_eight):
     first, second = run_in_two_processes(*small(work, "two", *ALL_AXES))
     assert (first[2], second[2]) == (0, 0), first[1] + second[1]

@@ -473,3 +473,11 @@ def test_a_schedule_may_be_an_object_without_a_hash():
 def test_axes_beside_a_selection_are_checked():
     with pytest.raises(ValueError, match="weight_dimension_numbers has 5; allowed"):
         adapprox_jax.muon_report(PARAMS, lambda tree: jax.tree.map(lambda _: True, tree), 5)
+
+
+@pytest.mark.parametrize("dtype", [np.dtype("float64"), None, "float32"])
+def test_a_type_is_named_as_it_is_given(dtype):
+    """NumPy holds float64 to be equal to None."""
+    name = "None" if dtype is None else np.dtype(dtype).name
+    with pytest.raises(ValueError, match=f"dtype is {name}; allowed: bfloat16, float16"):
+        adapprox_jax.split_weights(optax.sgd(0.1), dtype=dtype)

@@ -86,5 +86,5 @@ def test_parameters_are_needed_and_decay_is_not_negative():
     ):
         adapprox_jax.add_cautious_weight_decay(-1)
     tx = adapprox_jax.add_cautious_weight_decay(0.1)
-    with pytest.raises(ValueError, match="params"):
+    with pytest.raises(ValueError, match="requires the current value of parameters"):
         tx.update(UPDATES, tx.init(PARAMS))
