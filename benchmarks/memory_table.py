@@ -1,24 +1,19 @@
 """Memory of optimizer states, beside the paper's Table 2: `python -m benchmarks.memory_table`.
 
-States come from `jax.eval_shape`, and steps are compiled for abstract values, so that nothing is
-allocated. `--peak` adds the peak of the whole training step, as the compiler plans it
-(`memory_analysis`). Results go to `results/memory/memory_table.json` and
-`results/memory/memory_peak_<device>.json`.
+States come from `jax.eval_shape`, so that nothing is allocated. The record is
+`results/memory/memory_table.json`.
 """
 
-import dataclasses
 import functools
 import math
 import pathlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from flax import nnx
-from tqdm import tqdm
 
 import adapprox_jax
 from adapprox_jax.state.report import tree_nbytes
@@ -26,8 +21,6 @@ from benchmarks import records
 from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor, with_decay
 from benchmarks.inputs import parameter_shapes
 from benchmarks.opponents.came import scale_by_came
-from benchmarks.steps import lowered_step, training_step
-from examples.gpt2.model import CONFIGS, GPT
 
 RESULTS = records.RESULTS / "memory"
 MODELS = ("117M", "345M")
@@ -82,13 +75,6 @@ BESIDE: dict[str, Callable[[], optax.GradientTransformation]] = {
     "adapprox_muon, average in 4 bits": CONTENDERS["adapprox_muon 4 bits"],
 }
 
-# Rows of the peaks. "A quarter" of the smaller side is a fixed rank.
-PEAK_ROWS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    **{name: functools.partial(ROWS[name], 0.9) for name in ("AdamW", "Adafactor", "CAME")},
-    **OURS,
-    "Adapprox, a quarter": lambda: adapprox_jax.adapprox(RATE, weight_decay=DECAY, max_rank=0.25),
-}
-
 
 def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     """The size of each optimizer's state, with the paper's figure.
@@ -118,53 +104,18 @@ def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
     return found
 
 
-def peak_record(tx: optax.GradientTransformation, model: str, batch: int) -> dict[str, float]:
-    """Compiles a training step in float32, with parameters and state donated, and never runs it.
-
-    Args:
-      tx: The optimizer.
-      model: A key of `examples.gpt2.model.CONFIGS`.
-      batch: Sequences in the step.
-
-    Returns:
-      MiB of the state, of the temporaries and of the peak, and the seconds of compilation.
-    """
-    config = dataclasses.replace(CONFIGS[model], dtype="float32")
-    graph, params = nnx.split(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    tokens = jax.ShapeDtypeStruct((batch, config.context + 1), jnp.int32)
-    _, planned = records.compiled(lowered_step(training_step(graph, tx), tx, params, tokens))
-    return {"state_mib": adapprox_jax.state_nbytes(tx, params) / records.MIB, **planned}
-
-
-def main(
-    peak: bool = False,
-    peak_model: Literal["tiny", "117M", "345M"] = "117M",
-    batch: int = 1,
-    folder: pathlib.Path = RESULTS,
-) -> None:
+def main(folder: pathlib.Path = RESULTS) -> None:
     """Prints tables and writes JSON.
 
     Args:
-      peak: Also compile training steps and print their peaks.
-      peak_model: The model of the training steps.
-      batch: Sequences in a training step.
       folder: Folder for the JSON.
     """
-    if batch < 1:
-        raise SystemExit(f"{batch=}; allowed: an integer of at least 1.")
     tables = {
         model: {str(b1): state_records(model, b1) for b1 in FIRST_MOMENTS} for model in MODELS
     }
     result = {**records.header(), "records": tables}
     text = f"{paper_table(tables)}\n\n{our_table(tables)}"
     records.finish(folder / "memory_table.json", result, text)
-    if not peak:
-        return
-    bar = tqdm(PEAK_ROWS.items(), unit="contender")
-    peaks = {name: peak_record(make(), peak_model, batch) for name, make in bar}
-    result = {**records.header(), "records": {peak_model: peaks}}
-    path = folder / f"memory_peak_{records.name_of_device(result['device'])}.json"
-    records.finish(path, result, peaks_table(peaks))
 
 
 Tables = dict[str, dict[str, dict[str, dict[str, Any]]]]  # by model, b1 and row
@@ -189,19 +140,6 @@ def our_table(tables: Tables) -> str:
         if name == "AdamW" or name in OURS | BESIDE
     ]
     return records.table(["", "MiB", "bytes per parameter"], rows)
-
-
-def peaks_table(peaks: dict[str, dict[str, float]]) -> str:
-    """The peak of each optimizer's training step, and how much of its state's saving it saves."""
-    base = peaks["AdamW"]
-    rows = []
-    for name, one in peaks.items():
-        saved, of_state = (base[what] - one[what] for what in ("peak_mib", "state_mib"))
-        share = f"{100 * (saved / of_state):.1f} %" if of_state else ""
-        sizes = [f"{one[f'{what}_mib']:.1f}" for what in ("state", "temporaries", "peak")]
-        rows.append([name, *sizes, share])
-    titles = ["", "state MiB", "temporaries MiB", "peak MiB", "of the state's saving"]
-    return records.table(titles, rows)
 
 
 if __name__ == "__main__":

@@ -35,9 +35,7 @@ from examples.gpt2.optimizers import Weights
 ROOT = records.RESULTS.parent
 PICTURES = records.RESULTS / "loss"
 
-BEST_ADAMW = "AdamW b2 0.999, clipped, other parameters x8"
-_X8 = "other parameters x8"
-_INCREASING = f"adapprox 4 bits, b2 1 - t^-0.8, {_X8}"
+BEST_ADAMW = "AdamW b2 0.999, clipped, other parameters x8"  # of the study
 _MUON_X2 = "Muon b1 0.8, other parameters x2"
 TEXTS = ("code", "prose")
 # What is shown first, by the name there: the contender, and where the picture has the name, in
@@ -60,51 +58,7 @@ DIRECTIONS = (
     "NorMuon",
     f"{_MUON_X2}, q k v separate",
 )
-COMPARED = (
-    *("adapprox", "adapprox 8 bits", "adapprox 4 bits", f"adapprox 4 bits, {_X8}", _INCREASING),
-    "adapprox no average",
-    *("adapprox_muon", "adapprox_muon rank 8", "adapprox_muon 8 bits", "adapprox_muon 5 bits"),
-    *("adapprox_muon 4 bits", "adapprox_muon 4 bits, rank 2", "adapprox_muon b1 0.95, one rate"),
-    "adapprox_muon no average",
-    *("AdamW b2 0.999, clipped", BEST_ADAMW, "AdamW b2 0.95", "AdamW b2 0.95, clipped"),
-    *("AdamW b2 0.99, clipped", f"AdamW b2 0.95, clipped, {_X8}"),
-    *("AdamW 8 bits, b2 0.999, clipped", "AdamW 8 bits, b2 0.95, clipped"),
-    *("Adafactor", "Adafactor 4 bits", f"Adafactor 4 bits, {_X8}", "Adafactor b2 0.99"),
-    *("Muon", "Muon clipped", _MUON_X2, "NorMuon", "AdaMuon"),
-    *("CAME", "GaLore b2 0.95, clipped", "SM3", "SM3 no decay"),
-)
-PAIRS = (
-    ("adapprox", "AdamW b2 0.999, clipped"),
-    ("adapprox", "Adafactor"),
-    ("adapprox 4 bits", "adapprox"),
-    ("adapprox 4 bits", "Adafactor 4 bits"),
-    (f"adapprox 4 bits, {_X8}", f"Adafactor 4 bits, {_X8}"),
-    (_INCREASING, BEST_ADAMW),
-    (_INCREASING, f"Adafactor 4 bits, {_X8}"),
-    ("Adafactor float32 with the noise of 4 bits", "Adafactor"),
-    ("adapprox_muon", "Muon"),
-    ("adapprox_muon", _MUON_X2),
-    ("adapprox_muon", "NorMuon"),
-    ("adapprox_muon", "AdaMuon"),
-    ("adapprox_muon rank 8", "adapprox_muon"),
-    ("adapprox_muon 4 bits", "adapprox_muon"),
-    ("adapprox_muon b1 0.95, one rate", "Muon"),
-)
-# Behind the contender's name what is different. These were scanned by factors of 2 alone.
-CHANGES = {
-    "adapprox": (
-        *("b2 0.99", "b2 0.95", "b2 1 - t^-0.8", "bias correction"),
-        *("bias correction and no clipping", "b2 0.999, every update scaled to one size"),
-        *("exact second moment", "rank 1", "rank 16", "rank 32", "ranks from 1 to a quarter"),
-        *("the moment itself", "best root of rank 8", "best fourth root of rank 8"),
-        *("cosine guidance", "cautious decay", "average in bfloat16", "factors in bfloat16"),
-        *("the paper's settings", "other parameters x8"),
-    ),
-    "adapprox_muon": (
-        *("b1 0.95", "b1 0.9, other parameters x4", "one rate"),
-        *("cautious decay", "half the decay", "no decay"),
-    ),
-}
+# The first rates of the grid by factors of 2 that single changes of settings were scanned on.
 _FIRST_RATES = {"adapprox": 2.4e-3, "adapprox_muon": 1.2e-2}
 WEIGHTS = ("AdamW with Nesterov, b2 0.999, clipped", "adapprox_muon 4 bits, b1 by rate")
 # How long the memory is to be, at three lengths of runs.
@@ -140,18 +94,16 @@ BITS = (_AS_MUON, f"{_AS_MUON}, 5 bits", f"{_AS_MUON}, 4 bits")
 RULES = {"adapprox": 1.4142, "adapprox_muon 4 bits, b1 by rate": 5.0}
 BASE_OF_RATES = "AdamW with Nesterov, b2 0.999, clipped"
 ON_THE_WAY = (10, 20, 40, 100, 400)  # steps
-LONGER = (
-    *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
-    *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
-)
 
 
 def blocks() -> dict[str, str]:
     """The text of every block."""
-    results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
+    study = loss_tables.read(loss_tables.STUDY)
+    results = loss_tables.summarize(study)
+    names = sorted({name for _, name in results})
+    on_both = [name for name in names if all((text, name) in results for text in TEXTS)]
     states = _read("memory/memory_table.json")["records"]
     of_state = states["117M"]["0.9"]
-    peaks = _read("memory/memory_peak_cpu.json")["records"]
     of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
     defaults = loss_tables.summarize(of_defaults)
     found = {
@@ -162,13 +114,12 @@ def blocks() -> dict[str, str]:
             TEXTS,
             {**_sizes(of_state), "adapprox_muon": of_state["adapprox_muon"]["bytes_a_parameter"]},
         ),
-        "compared": loss_tables.comparison(results, COMPARED, BEST_ADAMW, TEXTS),
-        "longer": loss_tables.comparison(results, LONGER, "Muon", ("larger", "longer")),
+        "compared": loss_tables.comparison(results, on_both, BEST_ADAMW, TEXTS),
+        "changes": _changes(study),
         "calculator": _calculator("llama3-8b"),
         "calculator, in short": _calculator("llama3-8b", without=(", 8 bits", "--help", "Of dev")),
         "paper's memory": memory_table.paper_table(states),
         "memory": memory_table.our_table(states),
-        "peaks": memory_table.peaks_table(peaks["117M"]),
         **{f"device program, {name}": _programs(name) for name in ("h100", "v5e", "v6e")},
         "compile times": compile_times.table(_read("speed/compile_times_cpu.json")["seconds"]),
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
@@ -188,9 +139,6 @@ def blocks() -> dict[str, str]:
     kinds = get_args(Weights)[1:]
     found["weights"] = _variants("weights.jsonl", dict.fromkeys(WEIGHTS, kinds), of_defaults)
     found["micro-batches"] = _variants("micro_batches.jsonl", dict.fromkeys(WEIGHTS, ("split",)))
-    old = ("blocks along the last axis",)
-    blocks = {"adapprox 4 bits": old, "adapprox_muon 4 bits": old}
-    found["blocks"] = _variants("blocks.jsonl", blocks)
     for name, devices in {"160M": ("h100", "v5e", "cpu"), "8B": ("h100", "v5p")}.items():
         of_devices = {
             device: _read(f"memory/training_{name}_{device}.json")["records"] for device in devices
@@ -314,11 +262,21 @@ def _read(name: str) -> dict:
     return records.read(records.RESULTS / name)
 
 
-def _is_coarse(row: dict) -> bool:
-    """Whether a run is one of the first three seeds, at a rate of the grid by factors of 2."""
-    rate = row["settings"]["learning_rate"]
-    ratio = rate / _FIRST_RATES.get(row["contender"], rate)
-    return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
+def _changes(rows: Sequence[dict]) -> str:
+    """What single changes of settings did on code, with up to three seeds on the coarse grid."""
+
+    def is_coarse(row: dict) -> bool:
+        rate = row["settings"]["learning_rate"]
+        ratio = rate / _FIRST_RATES.get(row["contender"], rate)
+        return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
+
+    found = loss_tables.summarize(row for row in rows if is_coarse(row))
+    names = sorted(name for text, name in found if text == TEXTS[0] and ", " not in name)
+    tables = []
+    for base in _FIRST_RATES:
+        own = [base, *(name for name in names if name.startswith(f"{base} "))]
+        tables.append(loss_tables.comparison(found, own, base, TEXTS[:1], with_rates=False))
+    return "\n\n".join(tables)
 
 
 def _calculator(model: str, without: tuple[str, ...] = ()) -> str:
@@ -428,22 +386,11 @@ def main(check: bool = False) -> None:
 
 
 def _draw() -> None:
-    """Draws loss against bytes, differences in pairs and of single changes, and memory."""
+    """Draws loss against bytes, and memory."""
     of_h100 = records.RESULTS / "memory" / "training_160M_h100"
     training_memory.draw(_read(f"{of_h100}.json")["records"], of_h100.with_suffix(".png"))
-    rows = loss_tables.read(loss_tables.STUDY)
-    results = loss_tables.summarize(rows)
     defaults = loss_tables.summarize(loss_tables.read(PICTURES / "defaults.jsonl"))
     loss_tables.draw_points(defaults, SHOWN, TEXTS, PICTURES / "loss_against_bytes.png")
-    pairs = {f"{one}\nminus {other}": (one, other) for one, other in PAIRS}
-    loss_tables.draw_differences(results, pairs, TEXTS, PICTURES / "pairs.png")
-    coarse = loss_tables.summarize(row for row in rows if _is_coarse(row))
-    changes = {
-        f"{base}: {change}": (f"{base} {change}", base)
-        for base, of_base in CHANGES.items()
-        for change in of_base
-    }
-    loss_tables.draw_differences(coarse, changes, TEXTS[:1], PICTURES / "changes.png")
 
 
 if __name__ == "__main__":
