@@ -213,3 +213,46 @@ def draw_points(
         axes.grid(alpha=0.3)
     axes.set_xlabel("bytes of optimizer state per parameter")
     figure.savefig(path, dpi=150)
+
+
+def draw_differences(
+    results: Results,
+    pairs: Mapping[str, tuple[str, str]],
+    settings: Sequence[str],
+    path: pathlib.Path,
+) -> None:
+    """Draws differences of losses, paired by seed, as dots with standard errors.
+
+    Args:
+      results: The summaries.
+      pairs: By the label of a row two contenders: the loss of the first minus that of the second.
+      settings: Each has a color.
+      path: Of the picture.
+    """
+    lines = sum(label.count("\n") + 1 for label in pairs)
+    figure = Figure(figsize=(8, 0.8 + 0.25 * lines), layout="constrained")
+    axes = figure.subplots()
+    for number, setting in enumerate(settings):
+        for row, (one, other) in enumerate(pairs.values()):
+            if (setting, one) not in results or (setting, other) not in results:
+                continue
+            values = paired(results[setting, one], results[setting, other])
+            axes.errorbar(
+                statistics.mean(values),
+                row + 0.22 * (number - (len(settings) - 1) / 2),
+                xerr=standard_error(values) if len(values) > 1 else None,
+                fmt="os"[number] if len(values) > 1 else "x",
+                color=f"C{number}",
+                markersize=4,
+                label=setting,
+            )
+    axes.axvline(0, color="0.5", linewidth=1)
+    axes.set_yticks(range(len(pairs)), list(pairs), fontsize="small")
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_xlabel("difference of validation losses")
+    if len(settings) > 1:
+        handles, labels = axes.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        axes.legend(unique.values(), unique.keys(), loc="upper right")
+    figure.savefig(path, dpi=130)

@@ -98,8 +98,7 @@ ON_THE_WAY = (10, 20, 40, 100, 400)  # steps
 
 def blocks() -> dict[str, str]:
     """The text of every block."""
-    study = loss_tables.read(loss_tables.STUDY)
-    results = loss_tables.summarize(study)
+    results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
     names = sorted({name for _, name in results})
     on_both = [name for name in names if all((text, name) in results for text in TEXTS)]
     states = _read("memory/memory_table.json")["records"]
@@ -115,7 +114,6 @@ def blocks() -> dict[str, str]:
             {**_sizes(of_state), "adapprox_muon": of_state["adapprox_muon"]["bytes_a_parameter"]},
         ),
         "compared": loss_tables.comparison(results, on_both, BEST_ADAMW, TEXTS),
-        "changes": _changes(study),
         "calculator": _calculator("llama3-8b"),
         "calculator, in short": _calculator("llama3-8b", without=(", 8 bits", "--help", "Of dev")),
         "paper's memory": memory_table.paper_table(states),
@@ -262,21 +260,11 @@ def _read(name: str) -> dict:
     return records.read(records.RESULTS / name)
 
 
-def _changes(rows: Sequence[dict]) -> str:
-    """What single changes of settings did on code, with up to three seeds on the coarse grid."""
-
-    def is_coarse(row: dict) -> bool:
-        rate = row["settings"]["learning_rate"]
-        ratio = rate / _FIRST_RATES.get(row["contender"], rate)
-        return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
-
-    found = loss_tables.summarize(row for row in rows if is_coarse(row))
-    names = sorted(name for text, name in found if text == TEXTS[0] and ", " not in name)
-    tables = []
-    for base in _FIRST_RATES:
-        own = [base, *(name for name in names if name.startswith(f"{base} "))]
-        tables.append(loss_tables.comparison(found, own, base, TEXTS[:1], with_rates=False))
-    return "\n\n".join(tables)
+def _is_coarse(row: dict) -> bool:
+    """Whether a run is one of the first three seeds, at a rate of the grid by factors of 2."""
+    rate = row["settings"]["learning_rate"]
+    ratio = rate / _FIRST_RATES.get(row["contender"], rate)
+    return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
 
 
 def _calculator(model: str, without: tuple[str, ...] = ()) -> str:
@@ -386,11 +374,20 @@ def main(check: bool = False) -> None:
 
 
 def _draw() -> None:
-    """Draws loss against bytes, and memory."""
+    """Draws loss against bytes, differences by single changes, and memory."""
     of_h100 = records.RESULTS / "memory" / "training_160M_h100"
     training_memory.draw(_read(f"{of_h100}.json")["records"], of_h100.with_suffix(".png"))
     defaults = loss_tables.summarize(loss_tables.read(PICTURES / "defaults.jsonl"))
     loss_tables.draw_points(defaults, SHOWN, TEXTS, PICTURES / "loss_against_bytes.png")
+    coarse = loss_tables.summarize(filter(_is_coarse, loss_tables.read(loss_tables.STUDY)))
+    names = sorted(name for text, name in coarse if text == TEXTS[0] and ", " not in name)
+    changes = {
+        name.replace(" ", ": ", 1): (name, base)
+        for base in _FIRST_RATES
+        for name in names
+        if name.startswith(f"{base} ")
+    }
+    loss_tables.draw_differences(coarse, changes, TEXTS[:1], PICTURES / "changes.png")
 
 
 if __name__ == "__main__":

@@ -82,8 +82,11 @@ def test_the_study_has_one_run_for_each_contender_rate_and_seed():
     assert len(keys) == len(set(keys))
 
 
-def test_points_are_drawn(tmp_path):
+def test_points_and_differences_are_drawn(tmp_path):
     results = {(text, name): summary(3.0, 3.2) for text in ("code", "prose") for name in "ab"}
     points = {"A": ("a", (0, 8)), "B": ("b", (0, 8))}
     loss_tables.draw_points(results, points, ("code", "prose"), tmp_path / "points.png")
-    assert (tmp_path / "points.png").read_bytes().startswith(b"\x89PNG")
+    pairs = {"a minus b": ("a", "b"), "a minus c": ("a", "c")}
+    loss_tables.draw_differences(results, pairs, ("code",), tmp_path / "pairs.png")
+    for name in ("points", "pairs"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
