@@ -68,7 +68,7 @@ def adapprox_muon(
     """Muon with a second moment of its directions, and `adapprox` for all other parameters.
 
     Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
-    or `scale_by_adapprox` of the direction, `scale_to_matrix_rms`. All other parameters:
+    or `scale_by_adapprox` of the direction, and one size for all. All other parameters:
     `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both. Updates
     have about the size of AdamW's; begin with 5 times its rate (docs/choosing.md).
 
@@ -155,16 +155,20 @@ def adapprox_muon(
     settings = Settings.of(locals())
     hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     numbers = weight_dimension_numbers
-    divided = scale_with(settings, hyperparameters, numbers, key)
     if second_moment == "neurons":
-        divided = scale_by_neuron_moment(b2, eps, numbers)
+        scaled = [scale_by_neuron_moment(b2, eps, numbers, matrix_rms=RMS)]
+    elif second_moment:
+        factors = scale_with(settings, hyperparameters, numbers, key)
+        scaled = [factors, scale_to_matrix_rms(RMS, numbers)]
+    else:
+        scaled = [optax.scale(RMS)]
     clips = dataclasses.replace(hyperparameters, clipping_threshold=1.0)
 
     of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
     hidden = optax.chain(
         average_unless_zero(b1, rounding="nearest", nesterov=nesterov, **of_average),
         orthogonalize(steps, numbers),
-        *([divided, scale_to_matrix_rms(RMS, numbers)] if second_moment else [optax.scale(RMS)]),
+        *scaled,
     )
     others = optax.chain(
         scale_with(settings, clips, numbers, key),

@@ -10,13 +10,14 @@ import optax
 from adapprox_jax.argument_checks import (
     DECAY,
     NOT_NEGATIVE,
+    POSITIVE,
     check_state,
     require,
     require_precise,
     require_same,
 )
 from adapprox_jax.linalg.rounding import wide_dtype
-from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple
+from adapprox_jax.params.leaves import Leaves, as_tuple, from_tuple, unzipped
 from adapprox_jax.params.matrix_view import MatrixView
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along
@@ -38,6 +39,8 @@ def scale_by_neuron_moment(
     b2: jax.typing.ArrayLike = 0.95,
     eps: jax.typing.ArrayLike = 1e-8,
     weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    matrix_rms: jax.typing.ArrayLike | None = None,
 ) -> optax.GradientTransformation:
     """Divides each column of each matrix by the root of the running average of its mean square.
 
@@ -46,13 +49,15 @@ def scale_by_neuron_moment(
     those that they name: rows=1, columns=0 where outputs come first. A convolution is seen as a
     matrix for each place, with a number for each output of each. A leaf without matrices is divided
     entry by entry. Made for directions, with entries of size one: squares may overflow. There is no
-    bias correction, so that the first updates are 1 / sqrt(1 - b2) in size: set the size after it,
-    as `scale_to_matrix_rms` does.
+    bias correction, so that the first updates are 1 / sqrt(1 - b2) in size, unless `matrix_rms` is
+    given.
 
     Args:
       b2: Decay of the averages, in [0, 1).
       eps: Added to the root, at least 0.
       weight_dimension_numbers: Which axes of a leaf form a matrix, as in `scale_by_adapprox`.
+      matrix_rms: Root mean square that each matrix is then scaled to, above 0, as by
+        `scale_to_matrix_rms`, which would read the matrix once more. None for none.
 
     Returns:
       An `optax.GradientTransformation` with state `ScaleByNeuronMomentState`.
@@ -72,6 +77,8 @@ def scale_by_neuron_moment(
     require_precise("b2", b2)
     require("b2", b2, *DECAY)
     require("eps", eps, *NOT_NEGATIVE)
+    if matrix_rms is not None:
+        require("matrix_rms", matrix_rms, *POSITIVE)
     check_dimension_numbers(weight_dimension_numbers)
 
     def zeros(leaf: Any, view: MatrixView) -> jax.Array:
@@ -87,12 +94,19 @@ def scale_by_neuron_moment(
             as_tuple(map(zeros, leaves.arrays, views), bool(leaves.boxed))
         )
 
-    def average(name: str, leaf: jax.Array, kept: jax.Array, inputs: tuple[int, ...]) -> jax.Array:
-        shape = _shape_of_means(leaf.shape, inputs)
+    def step(name: str, leaf: jax.Array, kept: jax.Array, view: MatrixView) -> Any:
+        shape = _shape_of_means(leaf.shape, view.inputs)
         require_same(f"{name}: the update has means of shape", shape, kept.shape)
-        total = jnp.sum(jnp.square(leaf.astype(kept.dtype)), axis=inputs, keepdims=True)
-        mean = total / max(math.prod(leaf.shape[axis] for axis in inputs), 1)
-        return jnp.asarray(b2 * kept + (1 - b2) * mean, kept.dtype)
+        wide = leaf.astype(kept.dtype)
+        squares = jnp.sum(jnp.square(wide), axis=view.inputs, keepdims=True)
+        nu = jnp.asarray(b2 * kept + (1 - b2) * squares / _count(leaf, view.inputs), kept.dtype)
+        divisor = jnp.sqrt(nu) + eps
+        if matrix_rms is not None:
+            of_columns = jnp.square(jnp.sqrt(squares) / divisor)
+            total = jnp.sum(of_columns, axis=view.axes, keepdims=True)
+            rms = jnp.sqrt(jnp.where(total == 0, 1, total) / _count(leaf, view.axes))
+            divisor *= rms / matrix_rms
+        return (wide / divisor).astype(leaf.dtype), nu
 
     def update(
         updates: optax.Updates, state: ScaleByNeuronMomentState, params: optax.Params | None = None
@@ -104,12 +118,8 @@ def scale_by_neuron_moment(
         if not arrays:
             return updates, state
         kept = from_tuple(state.nu, len(arrays), "means of neurons")
-        inputs = [view.inputs for view in views_of(weight_dimension_numbers, leaves)]
-        nu = list(map(average, leaves.names, arrays, kept, inputs))
-        scaled = [
-            (x.astype(moment.dtype) / (jnp.sqrt(moment) + eps)).astype(x.dtype)
-            for x, moment in zip(arrays, nu, strict=True)
-        ]
+        views = views_of(weight_dimension_numbers, leaves)
+        scaled, nu = unzipped(list(map(step, leaves.names, arrays, kept, views)), 2)
         return leaves.filled(scaled), ScaleByNeuronMomentState(tuple(nu))
 
     return optax.GradientTransformation(init, update)
@@ -117,3 +127,7 @@ def scale_by_neuron_moment(
 
 def _shape_of_means(shape: tuple[int, ...], inputs: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(1 if axis in inputs else size for axis, size in enumerate(shape))
+
+
+def _count(leaf: jax.Array, axes: tuple[int, ...]) -> int:
+    return max(math.prod(leaf.shape[axis] for axis in axes), 1)

@@ -1,0 +1,45 @@
+"""The size that `scale_by_neuron_moment` sets without another pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import adapprox_jax
+
+SHAPES = {
+    "kernel": (6, 4),
+    "weight": (6, 4),  # outputs first
+    "stack": (3, 6, 4),
+    "query": (16, 2, 4),  # heads
+    "window": (3, 3, 8, 16),
+    "bias": (5,),
+    "scalar": (),
+}
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-30, 0.1])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_matrix_rms_is_that_of_scale_to_matrix_rms(dtype, eps):
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    grads = {
+        name: (10 * jax.random.normal(key, shape)).astype(dtype)
+        for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)
+    }
+    grads["kernel"] = grads["kernel"].at[:, 1].set(0)
+    grads["stack"] = grads["stack"].at[1].set(0)
+    one = adapprox_jax.scale_by_neuron_moment(0.95, eps, matrix_rms=0.2)
+    two = optax.chain(
+        adapprox_jax.scale_by_neuron_moment(0.95, eps), adapprox_jax.scale_to_matrix_rms(0.2)
+    )
+    state, states = one.init(grads), two.init(grads)
+    for _ in range(2):
+        updates, state = one.update(grads, state)
+        expected, states = two.update(grads, states)
+        # Of two roundings to the type of the updates; else sums in another order.
+        tolerance = 2 * float(jnp.finfo(dtype).eps) + 1e-5
+        for name, x in updates.items():
+            assert x.dtype == dtype
+            wide = (np.asarray(tree[name], np.float32) for tree in (updates, expected))
+            np.testing.assert_allclose(*wide, rtol=tolerance, err_msg=name)
