@@ -10,12 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("grain")
-
 from benchmarks import contenders, loss_study, report
 from benchmarks.loss_study import CONTENDERS, tune
-from examples.gpt2.config import Config
 from examples.gpt2.train import DivergedError, Result
 
 PARAMS = {
@@ -122,39 +118,6 @@ def test_given_rates_are_tried_alone_and_divergence_is_recorded(pretended, tmp_p
     rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [row["validation_loss"] for row in rows] == [0.0, None] * 2
     assert "| CAME | 4.00 | 1 | 0.0000 | +0.0000 | 0.002 |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_a_real_run_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small = Config(steps=4, warmup=1, batch_size=2, eval_every=2, eval_batches=1, layers=1)
-    monkeypatch.setitem(loss_study.SETTINGS, "code", small)
-    loss_study.main(("adapprox",), seeds=1, rates=(1e-3,), folder=tmp_path / "study")
-    (row,) = map(json.loads, (tmp_path / "study" / "runs.jsonl").read_text().splitlines())
-    assert (row["setting"], row["contender"]) == ("code", "adapprox")
-    assert (row["settings"]["learning_rate"], row["settings"]["seed"]) == (1e-3, 0)
-    assert [step for step, _ in row["curve"]] == [2, 4]
-    assert row["memory"]["state_mib"] > 0
-    assert "optimizer" not in row["settings"]  # that of the example's settings was not used
-
-
-@pytest.mark.parametrize(
-    ("names", "arguments", "words"),
-    [
-        (
-            ("Lion",),
-            {},
-            r"contenders are \['Lion'\]; allowed: adapprox; adapprox 8 bits",
-        ),
-        ((), {}, r"contenders are \[\]; allowed: "),
-        (("CAME",), {"seeds": 0}, "seeds=0, .*; allowed: at least 1 seed"),
-        (("CAME",), {"rates": (0.0,)}, "allowed: at least 1 seed, and rates above 0"),
-    ],
-)
-def test_what_cannot_be_studied_is_named(tmp_path, names, arguments, words):
-    with pytest.raises(SystemExit, match=words):
-        loss_study.main(names, folder=tmp_path, **arguments)
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -6,8 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-pytest.importorskip("flax")
-
 from benchmarks import srsi
 
 
@@ -34,15 +32,3 @@ def test_second_moments_come_from_a_run(tmp_path, monkeypatch):
     assert all((early[name] != moment).any() for name, moment in moments.items())
     assert {matrix.shape for matrix in moments.values()} == {(512, 512), (512, 1536), (512, 2048)}
     assert all(float(matrix.min()) >= 0 < float(matrix.max()) for matrix in moments.values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(width=100, ranks=(1,)), "width=100, .*; allowed: width from 512 in steps of 64"),
-        (dict(ranks=(0, 2)), r"ranks=\(0, 2\); allowed: from 1, ranks to width = 1024"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        srsi.main(**arguments)

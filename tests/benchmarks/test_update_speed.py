@@ -7,8 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("flax")
-
 from benchmarks import update_speed
 from benchmarks.inputs import gradients_like
 from benchmarks.update_speed import main
@@ -26,24 +24,15 @@ def small(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_records_are_written(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    names = ("adafactor", "adapprox rank 16", "came")
+    names = ("adafactor", "adapprox rank 16", "adapprox_muon rank 8", "came")
     main(("tiny",), names, cycles=2, steps=2, output=path)
-    result = json.loads(path.read_text())
-    records = result["records"]["tiny"]
+    records = json.loads(path.read_text())["records"]["tiny"]
     assert tuple(records) == names
     for record in records.values():
         assert len(record["seconds_of_cycles"]) == 2
         assert record["seconds"] > 0
-    assert records["adapprox rank 16"]["ranks"] == [16]
+    assert [records[name].get("ranks") for name in names] == [None, [16], [8], None]
     assert "| adapprox rank 16 | tiny | " in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("small")
-def test_the_ranks_of_an_optimizer_of_several_parts_are_recorded(tmp_path):
-    path = tmp_path / "speed.json"
-    main(("tiny",), ("adapprox_muon rank 8",), cycles=1, steps=1, output=path)
-    records = json.loads(path.read_text())["records"]["tiny"]
-    assert records["adapprox_muon rank 8"]["ranks"] == [8]
 
 
 def test_a_whole_training_step(tmp_path, monkeypatch):
@@ -91,19 +80,3 @@ def test_gradients_have_the_ranks_that_they_promise():
     for rank, gradient in enumerate(gradients.values(), start=1):
         spectrum = np.linalg.svd(np.abs(np.asarray(gradient, np.float64)), compute_uv=False)
         assert spectrum[rank] < 1e-5 * spectrum[0] < spectrum[rank - 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: adamw; "),
-        (
-            dict(contenders=("adamw, x",)),
-            r"'adamw, x', has \['x'\]; allowed: stacked; bfloat16; split",
-        ),
-        (dict(cycles=0), "cycles=0, .*; allowed: integers of at least 1"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        main(("tiny",), **arguments)
