@@ -113,22 +113,26 @@ H100, V5E, V6E = (device_program.DEVICES[name] for name in ("h100", "v5e", "v6e"
 
 @needs_gpu_compiler
 @pytest.mark.parametrize(
-    "row", ["adapprox", "adapprox rank 16", "adapprox 8 bits", "adapprox, stacked"]
+    ("row", "branches"),
+    [
+        ("adapprox", 0),
+        ("adapprox rank 16", 0),
+        ("adapprox 8 bits", 0),
+        ("adapprox, stacked", 0),
+        ("adapprox 1 to 64", 1),
+    ],
 )
-def test_a_step_never_waits_for_the_host(row):
+def test_a_step_asks_the_host_only_to_choose_ranks(row, branches):
     record = device_program.record_of(row, parameter_shapes("tiny"), H100)
-    assert record["branches"] == record["loops_of_unknown_length"] == record["decompositions"] == 0
+    assert record["branches"] == branches
+    assert record["loops_of_unknown_length"] == 0
+    if branches:
+        assert record["library_calls_of_longest_branch"] <= 40
+        return
+    assert record["decompositions"] == 0
     assert record["library_calls"] <= 4
     # Of 18 matrices and 34 vectors; 16 or fewer a matrix, whatever the number of leaves.
     assert record["kernels"] <= 500
-
-
-@needs_gpu_compiler
-def test_adaptive_ranks_ask_the_host_once():
-    record = device_program.record_of("adapprox 1 to 64", parameter_shapes("tiny"), H100)
-    assert record["branches"] == 1
-    assert record["loops_of_unknown_length"] == 0
-    assert record["library_calls_of_longest_branch"] <= 40
 
 
 @needs_gpu_compiler

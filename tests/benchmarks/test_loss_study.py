@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from benchmarks import contenders, loss_study, report
+from benchmarks import contenders, loss_study
 from benchmarks.loss_study import CONTENDERS, tune
 from examples.gpt2.train import DivergedError, Result
 
@@ -118,26 +118,6 @@ def test_given_rates_are_tried_alone_and_divergence_is_recorded(pretended, tmp_p
     rows = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
     assert [row["validation_loss"] for row in rows] == [0.0, None] * 2
     assert "| CAME | 4.00 | 1 | 0.0000 | +0.0000 | 0.002 |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_contenders_are_what_their_names_say():
-    """No two of the pages' tables of today's defaults move a model with fused kernels alike."""
-    params = {"qkv": {"kernel": jnp.ones((64, 192))}, "tokens": {"embedding": jnp.ones((256, 64))}}
-    leaves, structure = jax.tree.flatten(params)
-
-    def moved(name):
-        tx = CONTENDERS[name].make(optax.constant_schedule(1e-2))
-        state, total = tx.init(params), []
-        for seed in range(3):
-            keys = jax.random.split(jax.random.key(seed), len(leaves))
-            grads = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-            updates, state = jax.jit(tx.update)(structure.unflatten(grads), state, params)
-            total += [float(jnp.sum(jnp.abs(x))) for x in jax.tree.leaves(updates)]
-        return tuple(total)
-
-    names = [*report.MOMENTUM, *report.LAYOUTS]
-    assert len({moved(name) for name in names}) == len(names)
 
 
 def test_a_fused_kernel_may_be_seen_as_three():

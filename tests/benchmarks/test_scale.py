@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import scale
-from benchmarks.collectives import Collective, collectives_of
+from benchmarks.collectives import collectives_of
 
 PROGRAM = """
 %body (c: f32[256]) -> f32[256] {
@@ -43,7 +43,6 @@ def test_collectives_are_read_with_their_loops_and_without_their_operands():
         ("all-reduce", 5, 5 * 1024),
         ("all-to-all", 1, 1024),
     ]
-    assert Collective("all-reduce", "f32[10]", 3).nbytes == 120
 
 
 def test_steps_are_compiled_for_a_mesh(tmp_path):
