@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import memory_table
 from benchmarks.inputs import parameter_shapes
-from benchmarks.memory_table import BESIDE, COLUMNS, OURS, PAPER_MIB, RESULTS, main
+from benchmarks.memory_table import COLUMNS, RESULTS, main
 from examples.gpt2.model import CONFIGS
 
 RECORDED = json.loads((RESULTS / "memory_table.json").read_text())["records"]
@@ -28,8 +28,6 @@ def test_every_cell_equals_the_papers_at_the_printed_digit():
 def test_cells_are_what_is_counted(model, b1):
     counted = memory_table.state_records(model, b1)
     assert counted == RECORDED[model][str(b1)]
-    if b1:
-        assert set(counted) == {*PAPER_MIB, *OURS, *BESIDE}
 
 
 def test_peaks_of_a_training_step(tmp_path, monkeypatch, capsys):

@@ -36,7 +36,8 @@ def test_records_are_written(tmp_path, capsys):
 
 
 def test_a_training_step_that_is_slow_is_measured_once(tmp_path, monkeypatch):
-    monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], layers=1))
+    smaller = dict(layers=1, width=32, heads=2, context=16, vocabulary=256)
+    monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], **smaller))
     path, slow = tmp_path / "step.json", dict(training_step=True, batch=2, patience=0)
     main(("tiny",), ("adamw",), cycles=2, steps=2, output=path, **slow)
     record = json.loads(path.read_text())["records"]["tiny"]["adamw"]

@@ -27,6 +27,7 @@ OPTIONS = {
     "split": ["--optimizer", "adapprox-muon", "--weights", "split", "--accumulate", 2],
     "stochastic": ["--optimizer", "adamw", "--weights", "bfloat16-stochastic"],
     "alone": FOR_MESHES,
+    "adamw-alone": [*FOR_MESHES, "--optimizer", "adamw"],
     "on-eight": [*FOR_MESHES, *ALL_AXES],
     "split-on-eight": [*FOR_MESHES, *ALL_AXES, "--optimizer", "adamw", "--weights", "split"],
     "stochastic-on-eight": [*FOR_MESHES, *ALL_AXES, "--weights", "bfloat16-stochastic"],

@@ -17,6 +17,7 @@ from examples.gpt2.command import InputError
 from examples.gpt2.config import Config, resolve
 from examples.gpt2.mesh import make_mesh
 from tests.examples.small import (
+    ALL_AXES,
     FOR_MESHES,
     OPTIONS,
     ROOT,
@@ -112,22 +113,24 @@ def test_no_device_holds_all(work, capsys):
 
 
 def test_two_processes_learn_what_one_does(work, run_of):
-    with two_processes(*arguments(work, "two", *OPTIONS["on-eight"])) as started:
+    """With AdamW, which compiles in a second."""
+    command = arguments(work, "two", *OPTIONS["adamw-alone"], *ALL_AXES)
+    with two_processes(*command) as started:
         (first, _), (second, _) = ended(started, 0)
     assert "final validation loss" in first
     assert "validation loss" not in second  # one of them says it
-    np.testing.assert_allclose(losses(work / "two"), losses(run_of("on-eight")), atol=1e-5)
+    assert_alike(work / "two", run_of("adamw-alone"))
     for name in ("settings.json", "curves.png"):
         assert (work / "two" / name).exists()
 
 
 @pytest.mark.slow
-def test_processes_with_the_same_rows(work, run_of):
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "tensor=8"])
+def test_two_processes_learn_what_one_does_with_adapprox(work, run_of, mesh):
     """Along "tensor" alone each of them needs all rows."""
-    command = arguments(work, "same-rows", *FOR_MESHES, "--mesh", "tensor=8")
-    with two_processes(*command) as started:
+    with two_processes(*arguments(work, mesh, *FOR_MESHES, "--mesh", mesh)) as started:
         ended(started, 0)
-    assert_alike(work / "same-rows", run_of("alone"))
+    assert_alike(work / mesh, run_of("alone"))
 
 
 @pytest.mark.slow

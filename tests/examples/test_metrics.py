@@ -2,15 +2,11 @@
 
 import json
 
-import jax
-import jax.numpy as jnp
 import optax
 import pytest
 
 from examples.gpt2 import metrics
 from examples.gpt2.command import DivergedError
-from examples.gpt2.loop import TrainState
-from examples.gpt2.optimizers import Options, build
 
 
 def test_losses_are_rows_up_to_one_that_is_not_finite(tmp_path):
@@ -31,14 +27,3 @@ def test_rows_beyond_a_step_and_half_a_line_are_dropped(tmp_path):
     rows.close()
     written = list(map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()))
     assert written == rows.rows == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
-
-
-def test_a_state_is_told_in_bytes_and_shares():
-    params = {"matrix": jnp.ones((64, 64)), "vector": jnp.ones(64)}
-    state = TrainState(params, build("adapprox", Options(), 1.0).init(params))
-    sizes = metrics.memory(state)
-    assert sizes["parameters"] == 64 * 64 + 64
-    assert sizes["factored_share"] == pytest.approx(64 / 65)
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.opt_state))
-    assert sizes["state_mib"] * metrics.MIB == nbytes
-    assert "98.5% of them in factored leaves" in metrics.describe(state)

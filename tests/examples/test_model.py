@@ -51,13 +51,13 @@ def test_loss_is_the_mean_negative_log_probability(model):
 
 
 def test_initial_scales_are_those_of_gpt2():
-    config = dataclasses.replace(SMALL, layers=4, width=64)
+    config = dataclasses.replace(SMALL, width=64)
     model = nnx.jit(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))()
     block = model.blocks[0]
     for kernel in (block.qkv.kernel, block.expand.kernel, model.tokens.embedding):
         assert abs(np.std(np.asarray(kernel[...])) / 0.02 - 1) < 0.1
     for kernel in (block.projection.kernel, block.contract.kernel):
-        assert abs(np.std(np.asarray(kernel[...])) / (0.02 / 8**0.5) - 1) < 0.1
+        assert abs(np.std(np.asarray(kernel[...])) / (0.02 / 4**0.5) - 1) < 0.1
     assert not block.qkv.bias[...].any()
 
 
