@@ -51,6 +51,7 @@ def test_a_signal_saves_and_resume_gives_the_same_bits(
     assert train.main(command) == code
     assert signal.getsignal(number) is handler
     assert f"{word} after step 4 of 6: --resume goes on from there" in error_line(capsys)
+    assert {path.name for path in (work / word / "checkpoints").iterdir()} == {"3", "4"}
     assert train.main([*command, "--resume"]) == 0
     assert_equal_bits(saved(work / word), saved(whole))
     assert losses_of(work / word) == losses_of(whole)
