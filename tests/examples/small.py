@@ -50,8 +50,10 @@ def rows_of(out):
 
 
 def losses_of(out):
-    """The training losses by step."""
-    return {row["step"]: row["loss"] for row in rows_of(out) if "loss" in row}
+    """The training losses by step, each of which is there once."""
+    found = [(row["step"], row["loss"]) for row in rows_of(out) if "loss" in row]
+    assert len(found) == len(dict(found))
+    return dict(found)
 
 
 def row_count(out):

@@ -110,6 +110,7 @@ def test_of_damaged_checkpoints_the_last_good_one_is_used(work, whole, capsys, d
     assert "going on after step 3" in said.out
     assert (out / "damaged-6").is_dir()
     assert_equal_bits(saved(out), saved(whole))
+    assert losses_of(out) == losses_of(whole)
 
 
 def test_a_fingerprint_follows_every_bit():
