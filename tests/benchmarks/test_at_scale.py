@@ -4,9 +4,6 @@ import json
 
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("grain")
-
 from benchmarks import at_scale, loss_tables
 
 
@@ -22,17 +19,6 @@ def test_text_is_gathered_once_and_to_size(tmp_path):
         at_scale.write_text(tmp_path, 100_000)
 
 
-def test_an_unknown_contender_is_named(tmp_path):
-    with pytest.raises(SystemExit, match=r"--names has \['adam'\]; allowed: adapprox; "):
-        at_scale.main(names=("adam",), folder=tmp_path)
-
-
-def test_a_machine_without_an_accelerator_is_told_before_anything_is_written(tmp_path):
-    with pytest.raises(SystemExit, match="JAX sees no accelerator here; --cpu takes the CPU"):
-        at_scale.main(folder=tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 def test_runs_end_in_records_at_the_small_models_rates(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -44,5 +30,8 @@ def test_runs_end_in_records_at_the_small_models_rates(tmp_path, monkeypatch, ca
     best = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
     rates = [0.25 * best["code", name].rate for name in names]
     assert [row["settings"]["learning_rate"] for row in rows] == pytest.approx(rates)
-    assert [row["curve"][-1][0] for row in rows] == [4, 4]
+    for row in rows:
+        assert row["curve"][-1][0] == 4
+        assert row["memory"]["state_mib"] > 0
+        assert "optimizer" not in row["settings"]  # that of the example's settings was not used
     assert "| Muon |" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("grain")
-
-from benchmarks import contenders, loss_study, report
+from benchmarks import contenders, loss_study
 from benchmarks.loss_study import CONTENDERS, tune
-from examples.gpt2.config import Config
 from examples.gpt2.train import DivergedError, Result
 
 PARAMS = {
@@ -35,11 +30,19 @@ def updates_of(make, seed=0, rate=1.0):
     return updates
 
 
-# Of a grid of b1 and rates one for each optimizer.
-OF_GRIDS = re.compile(r", b1 0\.(?!9, other parameters x2$)")
-
-
-@pytest.mark.parametrize("name", [name for name in CONTENDERS if not OF_GRIDS.search(name)])
+# One of each way in which a contender is made.
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapprox",
+        "adapprox_muon 4 bits",
+        "adapprox_muon b1 0.95, one rate, others without Nesterov",
+        "adapprox_muon, b1 by rate",
+        "adapprox_muon, b1 by rate, only hidden matrices decay",
+        "AdamW 8 bits, b2 0.999, clipped",
+        "Muon b1 0.8, other parameters x2, q k v separate",
+    ],
+)
 def test_contenders_decay_matrices_alone(name):
     updates = updates_of(CONTENDERS[name].make, seed=None, rate=0.5)
     of_embeddings = 0 if name.endswith("only hidden matrices decay") else -0.05
@@ -48,7 +51,7 @@ def test_contenders_decay_matrices_alone(name):
     np.testing.assert_allclose(updates["hidden"]["bias"], 0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["adapprox 4 bits", "AdamW b2 0.999, clipped", "Adafactor 4 bits"])
+@pytest.mark.parametrize("name", ["adapprox 4 bits", "AdamW b2 0.999, clipped"])
 def test_updates_of_other_parameters_are_multiplied_and_the_decay_is_not(name):
     plain = updates_of(CONTENDERS[name].make)
     faster = updates_of(CONTENDERS[f"{name}, other parameters x8"].make)
@@ -124,59 +127,6 @@ def test_given_rates_are_tried_alone_and_divergence_is_recorded(pretended, tmp_p
     assert "| CAME | 4.00 | 1 | 0.0000 | +0.0000 | 0.002 |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_a_real_run_is_recorded(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    small = Config(steps=4, warmup=1, batch_size=2, eval_every=2, eval_batches=1, layers=1)
-    monkeypatch.setitem(loss_study.SETTINGS, "code", small)
-    loss_study.main(("adapprox",), seeds=1, rates=(1e-3,), folder=tmp_path / "study")
-    (row,) = map(json.loads, (tmp_path / "study" / "runs.jsonl").read_text().splitlines())
-    assert (row["setting"], row["contender"]) == ("code", "adapprox")
-    assert (row["settings"]["learning_rate"], row["settings"]["seed"]) == (1e-3, 0)
-    assert [step for step, _ in row["curve"]] == [2, 4]
-    assert row["memory"]["state_mib"] > 0
-    assert "optimizer" not in row["settings"]  # that of the example's settings was not used
-
-
-@pytest.mark.parametrize(
-    ("names", "arguments", "words"),
-    [
-        (
-            ("Lion",),
-            {},
-            r"contenders are \['Lion'\]; allowed: adapprox; adapprox 8 bits",
-        ),
-        ((), {}, r"contenders are \[\]; allowed: "),
-        (("CAME",), {"seeds": 0}, "seeds=0, .*; allowed: at least 1 seed"),
-        (("CAME",), {"rates": (0.0,)}, "allowed: at least 1 seed, and rates above 0"),
-    ],
-)
-def test_what_cannot_be_studied_is_named(tmp_path, names, arguments, words):
-    with pytest.raises(SystemExit, match=words):
-        loss_study.main(names, folder=tmp_path, **arguments)
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_contenders_are_what_their_names_say():
-    """No two of the pages' tables of today's defaults move a model with fused kernels alike."""
-    params = {"qkv": {"kernel": jnp.ones((64, 192))}, "tokens": {"embedding": jnp.ones((256, 64))}}
-    leaves, structure = jax.tree.flatten(params)
-
-    def moved(name):
-        tx = CONTENDERS[name].make(optax.constant_schedule(1e-2))
-        state, total = tx.init(params), []
-        for seed in range(3):
-            keys = jax.random.split(jax.random.key(seed), len(leaves))
-            grads = [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-            updates, state = jax.jit(tx.update)(structure.unflatten(grads), state, params)
-            total += [float(jnp.sum(jnp.abs(x))) for x in jax.tree.leaves(updates)]
-        return tuple(total)
-
-    names = [*report.MOMENTUM, *report.LAYOUTS]
-    assert len({moved(name) for name in names}) == len(names)
-
-
 def test_a_fused_kernel_may_be_seen_as_three():
     fused = {"qkv": {"kernel": jax.random.normal(jax.random.key(0), (32, 96))}}
     parts = jnp.split(fused["qkv"]["kernel"], 3, 1)
@@ -195,7 +145,5 @@ def test_muon_works_on_each_of_stacked_layers():
         tx.update(params, tx.init(params), params)[0]["blocks"]
         for params in ({"blocks": layers}, {"blocks": {"kernel": stack}})
     )
-    for i, layer in enumerate(actual["kernel"]):
-        np.testing.assert_allclose(
-            layer, expected[str(i)]["kernel"], atol=1e-4
-        )  # 0.3 across layers
+    of_layers = [expected[name]["kernel"] for name in layers]
+    np.testing.assert_allclose(actual["kernel"], of_layers, atol=1e-4)  # 0.3 across layers

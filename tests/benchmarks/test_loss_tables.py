@@ -2,10 +2,6 @@
 
 import math
 
-import pytest
-
-pytest.importorskip("matplotlib")
-
 from benchmarks import loss_tables
 from benchmarks.loss_tables import Summary, comparison, difference, summarize, with_error
 
@@ -50,43 +46,10 @@ def test_a_comparison_leaves_out_what_did_not_run_and_names_what_diverged():
         "| a | 1.00 | 2 | 3.1000 ± 0.1000 | 0 | 0.001 | 4.0000 ± 0.0000 | 0 | 0.001 |",
         "| b | 0.50 | 3 | 1 of 3 diverged |  | 0.001 |  |  |  |",
     ]
-    brief = comparison(results, ("a",), "a", ("code",), with_rates=False)
-    assert brief.splitlines()[2:] == ["| a | 1.00 | 2 | 3.1000 ± 0.1000 | 0 |"]
 
 
-def test_what_is_shown_is_compared_with_the_first():
-    results = {
-        ("code", "a"): summary(3.0, 3.2),
-        ("code", "b"): summary(3.1, 3.3, size=0.5),
-    }
-    points = {"A": ("a", (0, 8)), "B": ("b", (0, 8))}
-    lines = loss_tables.shown(results, points, ("code",), {"B": 0.25}).splitlines()[2:]
-    assert lines == [
-        "| A | 1.00 |  | 3.1000 ± 0.1000 |  |",
-        "| B | 0.50 | 0.25 | 3.2000 ± 0.1000 | +0.1000 ± 0.0000 |",
-    ]
-
-
-def test_a_line_that_was_not_finished_is_passed_over(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    path.write_text('{"setting": "code"}\n{"setting": "co')
-    assert loss_tables.read(path) == [{"setting": "code"}]
-
-
-def test_the_study_has_one_run_for_each_contender_rate_and_seed():
-    rows = loss_tables.read(loss_tables.STUDY)
-    keys = [
-        (one["setting"], one["contender"], *(one["settings"][k] for k in ("learning_rate", "seed")))
-        for one in rows
-    ]
-    assert len(keys) == len(set(keys))
-
-
-def test_points_and_differences_are_drawn(tmp_path):
-    results = {(text, name): summary(3.0, 3.2) for text in ("code", "prose") for name in "ab"}
-    points = {"A": ("a", (0, 8)), "B": ("b", (0, 8))}
-    loss_tables.draw_points(results, points, ("code", "prose"), tmp_path / "points.png")
+def test_differences_are_drawn(tmp_path):
+    results = {("code", "a"): summary(3.0, 3.2), ("code", "b"): summary(3.1, 3.2)}
     pairs = {"a minus b": ("a", "b"), "a minus c": ("a", "c")}
     loss_tables.draw_differences(results, pairs, ("code",), tmp_path / "pairs.png")
-    for name in ("points", "pairs"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")

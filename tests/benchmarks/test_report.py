@@ -2,9 +2,6 @@
 
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("grain")
-
 from benchmarks import report
 
 TEXTS = {"speed": "| 1 |", "loss of a": "| 2 |"}

@@ -5,11 +5,8 @@ import json
 import jax
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("tyro")
-
 from benchmarks import scale
-from benchmarks.collectives import Collective, collectives_of
+from benchmarks.collectives import collectives_of
 
 PROGRAM = """
 %body (c: f32[256]) -> f32[256] {
@@ -46,21 +43,14 @@ def test_collectives_are_read_with_their_loops_and_without_their_operands():
         ("all-reduce", 5, 5 * 1024),
         ("all-to-all", 1, 1024),
     ]
-    assert Collective("all-reduce", "f32[10]", 3).nbytes == 120
 
 
-@pytest.fixture
-def tiny(tmp_path):
-    if jax.device_count() < 8:
-        pytest.skip("needs eight devices")
+def test_steps_are_compiled_for_a_mesh(tmp_path):
     path = tmp_path / "tiny.json"
-    scale.main("tiny", ("1x8",), ("adapprox",), output=path)
-    return json.loads(path.read_text())["records"]["1x8"]["adapprox"]
-
-
-def test_steps_are_compiled_for_a_mesh(tiny):
-    assert not {"all-gather", "all-to-all"} & set(tiny["mib_moved"])
-    assert tiny["percent_of_gradients"] > 0
+    scale.main("tiny", ("1x8",), ("adafactor",), output=path)
+    record = json.loads(path.read_text())["records"]["1x8"]["adafactor"]
+    assert set(record["mib_moved"]) == {"all-reduce"}
+    assert 0 < record["percent_of_gradients"] < 10
 
 
 def test_the_models_have_their_sizes():
@@ -68,16 +58,3 @@ def test_the_models_have_their_sizes():
     for name, billions in (("8B", 8.03), ("70B", 70.55)):
         shapes = scale.parameters(scale.LLAMAS[name], mesh).values()
         assert sum(x.size for x in shapes) == pytest.approx(billions * 1e9, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"meshes": ("12",)}, r"meshes=\('12',\); allowed: pairs of numbers such as 8x4"),
-        ({"meshes": ()}, "allowed: pairs of numbers"),
-        ({"optimizers": ("sgd",)}, r"optimizers has \['sgd'\]; allowed: adamw; adafactor"),
-    ],
-)
-def test_what_cannot_be_compiled_is_named(arguments, words):
-    with pytest.raises(SystemExit, match=words):
-        scale.main("tiny", **arguments)

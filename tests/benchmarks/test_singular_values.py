@@ -6,9 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("flax")
-pytest.importorskip("grain")
-
 from benchmarks import singular_values
 
 
@@ -32,9 +29,3 @@ def test_records_are_of_all_steps_and_matrices(tmp_path, monkeypatch, capsys):
     steps = json.loads(output.read_text())["steps"]
     assert steps["4"]["b"]["V"]["1"] == pytest.approx(0.2425, abs=1e-4)
     assert "| root of V, step 4 | 0.447 | 0.000 | 0.000 |" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("arguments", [{"width": 100}, {"steps": (5, 2)}, {"steps": (0, 2)}])
-def test_bad_arguments_are_named(arguments):
-    with pytest.raises(SystemExit, match="allowed: width from 512 in steps of 64, steps rising"):
-        singular_values.main(**arguments)

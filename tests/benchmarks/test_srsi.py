@@ -4,9 +4,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import pytest
-
-pytest.importorskip("flax")
 
 from benchmarks import srsi
 
@@ -25,24 +22,3 @@ def test_errors_are_between_those_of_adafactor_and_the_svd(tmp_path, monkeypatch
         assert best <= records[f"srsi {rank}"]["error"] <= 1.02 * best
     assert records["svd 1"]["error"] <= records["adafactor"]["error"] <= 1
     assert "| S-RSI, rank 8 |" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_second_moments_come_from_a_run(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    early, moments = srsi.second_moments(width=512, layers=1, steps=(1, 2)).values()
-    assert all((early[name] != moment).any() for name, moment in moments.items())
-    assert {matrix.shape for matrix in moments.values()} == {(512, 512), (512, 1536), (512, 2048)}
-    assert all(float(matrix.min()) >= 0 < float(matrix.max()) for matrix in moments.values())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(width=100, ranks=(1,)), "width=100, .*; allowed: width from 512 in steps of 64"),
-        (dict(ranks=(0, 2)), r"ranks=\(0, 2\); allowed: from 1, ranks to width = 1024"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        srsi.main(**arguments)

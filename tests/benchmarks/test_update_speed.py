@@ -7,8 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-pytest.importorskip("flax")
-
 from benchmarks import update_speed
 from benchmarks.inputs import gradients_like
 from benchmarks.update_speed import main
@@ -26,64 +24,26 @@ def small(monkeypatch):
 @pytest.mark.usefixtures("small")
 def test_records_are_written(tmp_path, capsys):
     path = tmp_path / "speed.json"
-    names = ("adafactor", "adapprox rank 16", "came")
+    names = ("adafactor", "adapprox rank 16", "adapprox_muon rank 8", "came")
     main(("tiny",), names, cycles=2, steps=2, output=path)
-    result = json.loads(path.read_text())
-    records = result["records"]["tiny"]
+    records = json.loads(path.read_text())["records"]["tiny"]
     assert tuple(records) == names
     for record in records.values():
         assert len(record["seconds_of_cycles"]) == 2
         assert record["seconds"] > 0
-    assert records["adapprox rank 16"]["ranks"] == [16]
+    assert [records[name].get("ranks") for name in names] == [None, [16], [8], None]
     assert "| adapprox rank 16 | tiny | " in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("small")
-def test_the_ranks_of_an_optimizer_of_several_parts_are_recorded(tmp_path):
-    path = tmp_path / "speed.json"
-    main(("tiny",), ("adapprox_muon rank 8",), cycles=1, steps=1, output=path)
-    records = json.loads(path.read_text())["records"]["tiny"]
-    assert records["adapprox_muon rank 8"]["ranks"] == [8]
-
-
-def test_a_whole_training_step(tmp_path, monkeypatch):
-    monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], layers=1))
-    path = tmp_path / "step.json"
-    main(("tiny",), ("adamw",), cycles=1, steps=1, training_step=True, batch=2, output=path)
-    assert json.loads(path.read_text())["records"]["tiny"]["adamw"]["seconds"] > 0
-
-
-@pytest.mark.usefixtures("small")
-def test_a_slow_contender_is_measured_by_one_step(tmp_path):
-    path = tmp_path / "slow.json"
-    main(("tiny",), ("adamw",), cycles=2, steps=2, patience=0, output=path)
+def test_a_training_step_that_is_slow_is_measured_once(tmp_path, monkeypatch):
+    smaller = dict(layers=1, width=32, heads=2, context=16, vocabulary=256)
+    monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], **smaller))
+    path, slow = tmp_path / "step.json", dict(training_step=True, batch=2, patience=0)
+    main(("tiny",), ("adamw",), cycles=2, steps=2, output=path, **slow)
     record = json.loads(path.read_text())["records"]["tiny"]["adamw"]
-    assert len(record["seconds_of_cycles"]) == 1
+    assert record["seconds_of_cycles"] == [record["seconds"]]
+    assert record["seconds"] > 0
     assert record["cycles_left_out"]
-
-
-def test_times_are_over_those_of_the_reference_cycle_by_cycle():
-    common = {"temporaries_mib": 1.0, "state_mib": 2.0, "compile_seconds": 3.0}
-
-    def record(*seconds):
-        return {"seconds": float(np.median(seconds)), "seconds_of_cycles": list(seconds), **common}
-
-    of_model = {
-        "adafactor": record(2, 2, 2),
-        "adamw": record(1, 2, 8),
-        "came": record(6),
-        "adafactor, stacked": record(1, 1, 1),
-        "adamw, stacked": record(3, 3, 3),
-        "adamw, split": record(3, 3, 3),
-    }
-    assert update_speed.table({"tiny": of_model}).splitlines()[2:] == [
-        "| adafactor | tiny | 2000.0 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
-        "| adamw | tiny | 2000.0 | 1.00 | 0.50 | 4.00 | 1 | 2.0 | 3.0 |",
-        "| came | tiny | 6000.0 | 3.00 |  |  | 1 | 2.0 | 3.0 |",
-        "| adafactor, stacked | tiny | 1000.0 | 1.00 | 1.00 | 1.00 | 1 | 2.0 | 3.0 |",
-        "| adamw, stacked | tiny | 3000.0 | 3.00 | 3.00 | 3.00 | 1 | 2.0 | 3.0 |",
-        "| adamw, split | tiny | 3000.0 |  |  |  | 1 | 2.0 | 3.0 |",
-    ]
 
 
 def test_gradients_have_the_ranks_that_they_promise():
@@ -91,19 +51,3 @@ def test_gradients_have_the_ranks_that_they_promise():
     for rank, gradient in enumerate(gradients.values(), start=1):
         spectrum = np.linalg.svd(np.abs(np.asarray(gradient, np.float64)), compute_uv=False)
         assert spectrum[rank] < 1e-5 * spectrum[0] < spectrum[rank - 1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(contenders=("sgd",)), r"contenders has \['sgd'\]; allowed: adamw; "),
-        (
-            dict(contenders=("adamw, x",)),
-            r"'adamw, x', has \['x'\]; allowed: stacked; bfloat16; split",
-        ),
-        (dict(cycles=0), "cycles=0, .*; allowed: integers of at least 1"),
-    ],
-)
-def test_bad_arguments_are_named(arguments, message):
-    with pytest.raises(SystemExit, match=message):
-        main(("tiny",), **arguments)

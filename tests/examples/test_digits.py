@@ -17,13 +17,7 @@ def test_learns_with_a_smaller_state(capsys):
     assert "2 factored leaves" in printed
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"learning_rate": float("nan")},
-        {"batch_size": 1348},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"learning_rate": float("nan")}, {"batch_size": 1348}])
 def test_bad_input_ends_with_one_line(wrong):
     with pytest.raises(SystemExit, match=r"^error: .*1347.*$"):
         digits.main(**wrong)

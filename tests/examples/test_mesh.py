@@ -2,46 +2,44 @@
 
 import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import time
-
-import numpy as np
-import pytest
-
-pytest.importorskip("flax")
-pytest.importorskip("grain")
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from examples.gpt2 import train
 from examples.gpt2.command import InputError
-from examples.gpt2.config import Config, mesh_sizes, resolve
+from examples.gpt2.config import Config, resolve
 from examples.gpt2.mesh import make_mesh
-from tests.examples.small import ROOT, arguments, error_line, rows_of
+from tests.examples.small import (
+    ALL_AXES,
+    FOR_MESHES,
+    OPTIONS,
+    ROOT,
+    arguments,
+    before_its_end,
+    row_count,
+    rows_of,
+    wait_for_rows,
+)
 
-ALL_AXES = ("--mesh", "data=2,fsdp=2,tensor=2")
 # Sums over devices are taken in another order: some last bits of numbers of up to 6, and what six
 # steps of Adam make of them.
 TOLERANCE = 1e-4
-
-
-def small(work, name, *extra):
-    """Enough rows for four devices, and matrices that are factored."""
-    return arguments(work, name, "--batch-size", 8, *extra)
 
 
 def losses(out):
     return [row.get("loss", row.get("validation_loss")) for row in rows_of(out)]
 
 
-def parameters(out, step=6):
+def parameters(out):
     """On one device, wherever they were saved."""
-    folder = (out / "checkpoints" / str(step) / "state").absolute()
+    folder = (out / "checkpoints" / "6" / "state").absolute()
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     with ocp.StandardCheckpointer() as checkpointer:
         target = jax.tree.map(
@@ -58,20 +56,6 @@ def assert_alike(first, second):
         parameters(first),
         parameters(second),
     )
-
-
-@pytest.fixture(scope="module")
-def alone(work):
-    """A run on one device."""
-    assert train.main(small(work, "alone")) == 0
-    return work / "alone"
-
-
-@pytest.fixture(scope="module")
-def on_eight(work):
-    """The same run on eight."""
-    assert train.main(small(work, "on-eight", *ALL_AXES)) == 0
-    return work / "on-eight"
 
 
 def free_port():
@@ -108,177 +92,120 @@ def two_processes(*command, of_second=()):
             process.communicate()
 
 
-def said_by(process, timeout=300):
-    """What it said, and its exit code."""
-    out, errors = process.communicate(timeout=timeout)
-    return out, errors, process.returncode
+def ended(started, code):
+    """What each of them said: output and errors."""
+    said = [process.communicate(timeout=300) for process in started]
+    assert [process.returncode for process in started] == [code] * len(started), said
+    return said
 
 
-def run_in_two_processes(*command):
-    with two_processes(*command) as started:
-        return [said_by(process) for process in started]
-
-
-def test_eight_devices_learn_what_one_does(alone, on_eight):
-    assert_alike(alone, on_eight)
+def test_eight_devices_learn_what_one_does(run_of):
+    assert_alike(run_of("alone"), run_of("on-eight"))
 
 
 @pytest.mark.slow
 def test_no_device_holds_all(work, capsys):
-    assert train.main(small(work, "divided", "--mesh", "fsdp=8", "--steps", 3)) == 0
+    assert train.main(arguments(work, "divided", *FOR_MESHES, "--mesh", "fsdp=8")) == 0
     said = capsys.readouterr().out
     whole = float(said.split("optimizer state ")[1].split(" MiB")[0])
     each = float(said.split(" MiB, ")[1].split(" on each")[0])
     assert each < whole / 2  # of so small a model biases are a large part
 
 
-def test_two_processes_learn_what_one_does(work, on_eight):
-    first, second = run_in_two_processes(*small(work, "two", *ALL_AXES))
-    assert (first[2], second[2]) == (0, 0), first[1] + second[1]
-    assert "final validation loss" in first[0]
-    assert "validation loss" not in second[0]  # one of them says it
-    np.testing.assert_allclose(losses(work / "two"), losses(on_eight), atol=1e-5)
+def test_two_processes_learn_what_one_does(work, run_of):
+    """With AdamW, which compiles in a second."""
+    command = arguments(work, "two", *OPTIONS["adamw-alone"], *ALL_AXES)
+    with two_processes(*command) as started:
+        (first, _), (second, _) = ended(started, 0)
+    assert "final validation loss" in first
+    assert "validation loss" not in second  # one of them says it
+    assert_alike(work / "two", run_of("adamw-alone"))
     for name in ("settings.json", "curves.png"):
         assert (work / "two" / name).exists()
 
 
 @pytest.mark.slow
-def test_processes_with_the_same_rows(work, alone):
+@pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", "tensor=8"])
+def test_two_processes_learn_what_one_does_with_adapprox(work, run_of, mesh):
     """Along "tensor" alone each of them needs all rows."""
-    ended = run_in_two_processes(*small(work, "same-rows", "--mesh", "tensor=8"))
-    assert [code for *_, code in ended] == [0, 0], ended
-    assert_alike(work / "same-rows", alone)
+    with two_processes(*arguments(work, mesh, *FOR_MESHES, "--mesh", mesh)) as started:
+        ended(started, 0)
+    assert_alike(work / mesh, run_of("alone"))
 
 
 @pytest.mark.slow
-def test_goes_on_with_other_meshes_and_numbers_of_processes(work, on_eight, capsys):
-    for name, options in {"fewer": ("--mesh", "fsdp=4,tensor=2"), "single": ()}.items():
-        shutil.copytree(on_eight, work / name)
-        shutil.rmtree(work / name / "checkpoints" / "6")
-        assert train.main([*small(work, name, *options), "--resume"]) == 0
-        assert "going on after step 3" in capsys.readouterr().out
-        assert_alike(work / name, on_eight)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("on-eight", "fsdp=4,tensor=2"),
+        ("on-eight", "None"),
+        ("split-on-eight", "None"),
+        ("stochastic-on-eight", "None"),
+    ],
+)
+def test_goes_on_with_another_mesh(work, run_of, capsys, name, mesh):
+    moved = before_its_end(run_of(name), f"{name}-then-{mesh}")
+    command = arguments(work, moved.name, *OPTIONS[name], "--mesh", mesh, "--resume")
+    assert train.main(command) == 0
+    assert "going on after step 3" in capsys.readouterr().out
+    # A weight at the middle of two bfloat16 may be rounded either way.
+    np.testing.assert_allclose(losses(moved), losses(run_of(name)), atol=1e-3)
+    if name == "on-eight":
+        assert_alike(moved, run_of(name))
 
 
 @pytest.mark.slow
-def test_what_one_process_saved_two_go_on_from(work, alone):
-    shutil.copytree(alone, work / "more")
-    shutil.rmtree(work / "more" / "checkpoints" / "6")
-    ended = run_in_two_processes(*small(work, "more", *ALL_AXES), "--resume")
-    assert [code for *_, code in ended] == [0, 0], ended
-    assert "going on after step 3" in ended[0][0]
-    assert_alike(work / "more", alone)
-
-
-def wait_for_rows(file, count, process):
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        if file.exists() and len(file.read_text().splitlines()) >= count:
-            return
-        time.sleep(0.1)
-    raise AssertionError(f"{file} has no {count} lines")
+def test_what_one_process_saved_two_go_on_from(work, run_of):
+    more = before_its_end(run_of("alone"), "more")
+    with two_processes(*arguments(work, "more", *OPTIONS["on-eight"], "--resume")) as started:
+        (first, _), _ = ended(started, 0)
+    assert "going on after step 3" in first
+    assert_alike(more, run_of("alone"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_when_one_is_lost_the_other_ends_and_the_restart_goes_on(work, lost):
-    name = f"lost-{lost}"
-    command = small(work, name, *ALL_AXES, "--steps", 5000, "--eval-every", 5000)
-    command += ["--checkpoint-every", "10"]
-    metrics = work / name / "metrics.jsonl"
+    out = work / f"lost-{lost}"
+    endless = ("--steps", 5000, "--eval-every", 5000, "--checkpoint-every", 10)
+    command = arguments(work, out.name, *OPTIONS["on-eight"], *endless)
     with two_processes(*command) as started:
-        wait_for_rows(metrics, 25, started[0])
+        wait_for_rows(out, 25, started[0])
         started[lost].kill()
-        begin = time.monotonic()
-        _, errors, code = said_by(started[1 - lost])
-        assert time.monotonic() - begin < 60
-    assert code != 0, errors
-    rows = len(metrics.read_text().splitlines())
+        assert started[1 - lost].wait(60) != 0
     with two_processes(*command, "--resume") as started:
-        wait_for_rows(metrics, rows + 20, started[0])
+        wait_for_rows(out, row_count(out) + 20, started[0])
         for process in started:
             process.send_signal(signal.SIGTERM)
-        ended = [said_by(process) for process in started]
-    assert [code for *_, code in ended] == [0, 0], ended
-    assert "going on after step " in ended[0][0]
-    assert "terminated after step " in ended[0][1]
+        (said, errors), _ = ended(started, 0)
+    assert "going on after step " in said
+    assert "terminated after step " in errors
 
 
 @pytest.mark.slow
 def test_processes_that_do_not_meet_say_so_within_a_minute(work):
-    command = small(work, "unmet", "--mesh", "data=8")
-    with two_processes(*command) as [first, second]:
+    with two_processes(*arguments(work, "unmet", *OPTIONS["on-eight"])) as [first, second]:
         second.kill()
-        begin = time.monotonic()
-        _, errors, code = said_by(first)
-    assert time.monotonic() - begin < 60
-    assert code != 0, errors
+        assert first.wait(60) != 0
     assert not (work / "unmet").exists()
 
 
 @pytest.mark.slow
-def test_processes_given_different_options_end(work):
-    command = small(work, "different", *ALL_AXES)
-    with two_processes(*command, of_second=("--steps", "9", "--seed", "1")) as started:
-        ended = [said_by(process) for process in started]
-    for _, errors, code in ended:
-        assert code == 2
-        assert "the processes were not all given the same options" in errors
-    assert not (work / "different").exists()
-
-
-@pytest.mark.slow
-def test_what_the_first_process_finds_ends_the_others_in_a_line(work):
-    command = small(work, "nothing-there", *ALL_AXES, "--resume")
-    first, second = run_in_two_processes(*command)
-    assert (first[2], second[2]) == (2, 2)
-    assert "there is no checkpoint in" in first[1]
-    assert "error: the first process says why" in second[1]
-    assert "Check failure" not in second[1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["split", "bfloat16-stochastic"])
-def test_weights_of_16_bits_go_on_from_eight_devices_on_one(work, weights):
-    options = ["--weights", weights, "--optimizer", "adamw"]
-    moved = f"{weights}-moved"
-    assert train.main(small(work, weights, *options)) == 0
-    assert train.main(small(work, moved, *options, *ALL_AXES)) == 0
-    shutil.rmtree(work / moved / "checkpoints" / "6")
-    assert train.main(small(work, moved, *options, "--resume")) == 0
-    # A weight at the middle of two bfloat16 may be rounded either way.
-    np.testing.assert_allclose(losses(work / weights), losses(work / moved), atol=1e-3)
-
-
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "of_second", "words"),
     [
-        (["--mesh", "data=2,rows=4"], ["'rows=4'", "data, fsdp, tensor"]),
-        (["--mesh", "data=2,data=4"], ["'data=4'", "each once"]),
-        (["--mesh", "data=-1"], ["'data=-1'"]),
-        (["--mesh", "fsdp=3"], ["is of 3 devices", "of the 8 that are there"]),
-        (["--mesh", "data=4,fsdp=2", "--batch-size", "4"], ["into 8", "--batch-size 4"]),
-        (["--mesh", "data=8", "--accumulate", "2"], ["into 8", "--accumulate 2"]),
-        (["--processes.coordinator", "here"], ["here", "HOST:PORT"]),
-        (["--processes.coordinator", "host:99999"], ["host:99999", "HOST:PORT"]),
-        (["--processes.coordinator", "host:99"], ["host:99, None and None"]),
-        (["--processes.count", "2"], ["None, 2 and None"]),
-        (
-            ["--processes.coordinator", "h:1", "--processes.count", "2", "--processes.index", "2"],
-            ["h:1, 2 and 2"],
-        ),
+        ([], ["--steps", "9"], ["the processes were not all given the same options"] * 2),
+        (["--resume"], [], ["there is no checkpoint in", "error: the first process says why"]),
     ],
 )
-def test_what_cannot_be_is_said_in_a_line(work, capsys, options, words):
-    assert train.main(small(work, "never", *options)) == 2
-    line = error_line(capsys)
-    for word in words:
-        assert word in line
+def test_what_cannot_be_ends_all_in_a_line(work, options, of_second, words):
+    command = arguments(work, "never", *OPTIONS["on-eight"], *options)
+    with two_processes(*command, of_second=of_second) as started:
+        errors = [errors for _, errors in ended(started, 2)]
+    assert words[0] in errors[0]
+    assert words[1] in errors[1]
+    assert "Check failure" not in errors[1]
     assert not (work / "never").exists()
-
-
-def test_axes_left_out_are_1():
-    assert mesh_sizes("tensor=4,data=2") == {"data": 2, "fsdp": 1, "tensor": 4}
 
 
 def test_several_processes_need_a_mesh(monkeypatch):

@@ -1,5 +1,4 @@
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
@@ -26,27 +25,12 @@ def tokens(batch, length, seed=0):
     return rng.integers(0, SMALL.vocabulary, (batch, length), np.int32)
 
 
-def parameter_count(config):
+def test_the_number_of_parameters_is_gpt2s():
+    config = gpt.CONFIGS["117M"]
     model = nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    return sum(math.prod(leaf.shape) for leaf in leaves)
-
-
-@pytest.mark.parametrize(
-    ("name", "embedding"),
-    [
-        ("117M", 50304 * 768),
-        # Its bytes are compared with the paper's in tests/benchmarks/test_memory_table.py.
-        pytest.param("345M", 50304 * 1024, marks=pytest.mark.slow),
-    ],
-)
-def test_parameter_counts_are_those_of_gpt2(name, embedding):
-    config = gpt.CONFIGS[name]
-    d, n = config.width, config.layers
-    block = 12 * d * d + 13 * d  # 4 d^2 of attention, 8 d^2 of feed-forward, biases and norms
-    count = parameter_count(config)
-    assert count == embedding + config.context * d + n * block + 2 * d
-    assert count == {"117M": 124_475_904, "345M": 354_871_296}[name]
+    # OpenAI's 124,439,808, with 47 more tokens: 50,304 is a multiple of 128.
+    assert sum(leaf.size for leaf in leaves) == 124_439_808 + 47 * 768
 
 
 def test_a_token_changes_nothing_before_it(model):
@@ -67,13 +51,13 @@ def test_loss_is_the_mean_negative_log_probability(model):
 
 
 def test_initial_scales_are_those_of_gpt2():
-    config = dataclasses.replace(SMALL, layers=4, width=64)
+    config = dataclasses.replace(SMALL, width=64)
     model = nnx.jit(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)))()
     block = model.blocks[0]
     for kernel in (block.qkv.kernel, block.expand.kernel, model.tokens.embedding):
         assert abs(np.std(np.asarray(kernel[...])) / 0.02 - 1) < 0.1
     for kernel in (block.projection.kernel, block.contract.kernel):
-        assert abs(np.std(np.asarray(kernel[...])) / (0.02 / 8**0.5) - 1) < 0.1
+        assert abs(np.std(np.asarray(kernel[...])) / (0.02 / 4**0.5) - 1) < 0.1
     assert not block.qkv.bias[...].any()
 
 

@@ -1,32 +1,23 @@
 """SQuAD's windows, answers and metrics."""
 
+import re
+
 import numpy as np
 import pytest
-import tokenizers
 
 from examples.finetune import squad
 from examples.finetune.squad import Answer, Question
-from examples.finetune.tokens import (
-    END_OF_TEXT,
-    Encoding,
-    Tokenizer,
-    byte_tokenizer,
-    read_tokenizer,
-)
+from examples.finetune.tokens import Encoding, Tokenizer, byte_tokenizer
 
 CONTEXT = "Zoë lives in Kyōto , near the river Kamo ."
 
 
 def of_words():
-    """Words apart by blanks, each a token."""
+    """Words are tokens; as GPT-2 has them, blanks belong to the next word."""
 
     def encode(text):
-        spans, at = [], 0
-        for word in text.split():
-            at = text.index(word, at)
-            spans.append((at, at + len(word)))
-            at += len(word)
-        return Encoding([len(text[a:b]) for a, b in spans], spans)
+        spans = [word.span() for word in re.finditer(r"\s*\S+", text)]
+        return Encoding([end - begin for begin, end in spans], spans)
 
     return Tokenizer(lambda texts: [encode(text) for text in texts], 100, 0)
 
@@ -56,41 +47,12 @@ def test_an_answer_is_found_in_each_window_that_holds_it(length, stride, text):
         if first >= window.first:
             held += 1
             begin, end = window.spans[first - window.first][0], window.spans[last - window.first][1]
-            assert CONTEXT[begin:end] == text
+            assert CONTEXT[begin:end].strip() == text
         else:
             assert window.target == (window.first - 1, window.first - 1)
     assert held >= 1
     covered = {span for window in made for span in window.spans}
     assert covered == set(tokenizer.encode_all([CONTEXT])[0].spans)
-
-
-def test_long_contexts_in_tokens_as_gpt_2_has_them(tmp_path):
-    """Bytes of characters that are several tokens, and blanks that belong to the next word."""
-    towns = ["Kyōto", "Łódź", "São Paulo", "Zürich"]
-    context = " ".join(f"{i} is “{towns[i % 4]}”, n° {i}." for i in range(60))
-    model = tokenizers.ByteLevelBPETokenizer()
-    model.train_from_iterator(
-        [context[:200]], vocab_size=300, special_tokens=[END_OF_TEXT], show_progress=False
-    )
-    model.save_model(str(tmp_path))
-    tokenizer = read_tokenizer(tmp_path)
-    for number in (0, 1, 29, 30, 59):
-        town = towns[number % 4]
-        start = context.index(f"{number} is “") + len(f"{number} is “")
-        asked = Question("q", "Which ?", context, (Answer(town, start),))
-        made = squad.windows([asked], tokenizer, 64, 16)
-        assert len(made) > 10
-        held = [window for window in made if window.target[0] >= window.first]
-        assert held
-        for window in held:
-            first, last = (place - window.first for place in window.target)
-            begin, end = window.spans[first][0], window.spans[last][1]
-            assert context[begin:end].strip(" “”") == town
-        best = made.index(held[-1])
-        starts, ends = np.zeros((2, len(made), 64))
-        starts[best, made[best].target[0]] = ends[best, made[best].target[1]] = 9
-        found = squad.best_answers([asked], made, starts, ends)["q"]
-        assert found.strip(" “”") == town
 
 
 def test_a_long_question_is_cut_and_bytes_have_spans():
@@ -113,7 +75,14 @@ def test_the_best_span_over_all_windows_is_the_answer():
     chosen = [i for i, window in enumerate(made) if window.target[0] >= window.first][-1]
     starts[chosen, made[chosen].target[0]] = ends[chosen, made[chosen].target[1]] = 9.0
     assert squad.best_answers([asked], made, starts, ends) == {"q": "river Kamo"}
-    # An end before its start, and an answer of too many tokens, are none.
+    empty = Question("e", "Where ?", "", ())
+    made, zeros = squad.windows([empty], of_words(), 9, 2), np.zeros((1, 9))
+    assert squad.best_answers([empty], made, zeros, zeros) == {"e": ""}
+
+
+def test_answers_end_after_they_begin_and_are_not_too_long():
+    asked = question("river Kamo")
+    made = squad.windows([asked], of_words(), 9, 2)
     starts, ends = np.zeros((2, len(made), 9))
     starts[0, made[0].first + 3] = ends[0, made[0].first] = 9.0
     assert len(squad.best_answers([asked], made, starts, ends)["q"].split()) <= 4
@@ -121,19 +90,11 @@ def test_the_best_span_over_all_windows_is_the_answer():
     assert len(one.split()) == 1
 
 
-def test_a_question_without_context_has_an_empty_answer():
-    asked = Question("q", "Where ?", "", ())
-    made = squad.windows([asked], of_words(), 8, 2)
-    zeros = np.zeros((len(made), 8))
-    assert squad.best_answers([asked], made, zeros, zeros) == {"q": ""}
-
-
 @pytest.mark.parametrize(
     ("given", "gold", "f1"),
     [
         ("The Rhine!", "rhine", 1.0),
         ("in the old town", "old town hall", 2 * (2 / 3) * (2 / 3) / (4 / 3)),
-        ("Bonn", "Köln", 0.0),
         ("a b b", "b b b", 0.8),  # "a" is an article: 2 words of 2, 2 of 3
         ("", "Bonn", 0.0),
     ],
