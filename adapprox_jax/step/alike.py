@@ -17,7 +17,7 @@ import numpy as np
 
 from adapprox_jax.sharding.axes import explicit_sharding
 from adapprox_jax.step.platform import Platform, on_platform
-from adapprox_jax.step.xla_order import materialize
+from adapprox_jax.step.xla_order import begin_after, materialize
 
 SMALL = 10**5  # numbers of an array that may be copied
 MANY = 8  # fewer take no longer one by one
@@ -71,20 +71,30 @@ def _sizes(tree: Any) -> tuple[int, ...]:
 
 
 def each_alike(
-    function: Callable[..., Any], trees: Sequence[Any], kinds: Sequence[Hashable]
+    function: Callable[..., Any],
+    tuples: Sequence[tuple[jax.Array, ...]],
+    kinds: Sequence[Hashable],
+    waits: int,
 ) -> list[Any]:
-    """A function of each of some trees of arrays, on CPUs of those that are alike together.
+    """A function of each of some tuples of arrays, on CPUs of those that are alike together.
 
     Args:
-      function: From a tree of arrays to one of arrays of the same shapes. Its numbers must not
+      function: From a tuple of arrays to one of arrays of the same shapes. Its numbers must not
         depend on zeros that `stacked` adds.
-      trees: Of arrays.
+      tuples: Of arrays.
       kinds: As in `alike`.
+      waits: Place of an array in a tuple, and in its result. On accelerators it waits for that of
+        the result before. Else XLA may make one kernel of many, with the intermediates of all.
     """
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.is_cpu:
-            return list(map(function, trees))
+            in_turn: list[Any] = []
+            for tree in map(list, trees):
+                if in_turn:
+                    tree[waits] = begin_after(platform, in_turn[-1][waits], tree[waits])
+                in_turn.append(function(tuple(tree)))
+            return in_turn
         groups = alike(trees, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}
@@ -97,9 +107,9 @@ def each_alike(
                 results.update(zip(group, done, strict=True))
         return [results[i] for i in range(len(trees))]
 
-    if not (trees and jax.sharding.get_abstract_mesh().empty):
-        return list(map(function, trees))
-    return on_platform(call, list(trees))
+    if not (tuples and jax.sharding.get_abstract_mesh().empty):
+        return list(map(function, tuples))
+    return on_platform(call, list(tuples))
 
 
 def stacked(trees: Sequence[Any]) -> Any:

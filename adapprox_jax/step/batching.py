@@ -113,8 +113,8 @@ def matrices_at_once(platform: Platform, shape: tuple[int, ...]) -> int:
     batch, rows, columns = shape
     if platform.largest_slice is None:
         return batch
-    most = platform.largest_slice * devices_in_use() // max(rows * columns, 1)
-    return next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= max(most, 1))
+    most = max(platform.largest_slice // max(rows * columns, 1), 1)
+    return next(n for n in range(batch, 0, -1) if batch % n == 0 and n <= most)
 
 
 def each(function: Callable[..., Any], plans: Sequence[Plan], *operands: Any) -> list[Any]:

@@ -10,7 +10,6 @@ once. Their targets are made anew in each phase, one after the other, but for th
 waits for the host but one branch of adaptive ranks.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ from adapprox_jax.step.batching import (
     each,
     grouping_of,
     join,
-    matrices_at_once,
     part,
     sums_of,
     sweep,
@@ -247,12 +245,5 @@ def _made_anew(
 def _largest_that_stays(plans: Sequence[Plan], stacks: Sequence[Matrix]) -> int | None:
     """The leaf with the largest target, if there is room for it beside any other that is made."""
     sizes = [stack.grad.size for stack in stacks]
-    largest = sizes.index(max(sizes))
-    others = [
-        math.prod(stack.grad.shape[1:]) * matrices_at_once(plan.platform, stack.grad.shape)
-        for i, (plan, stack) in enumerate(zip(plans, stacks, strict=True))
-        if i != largest
-    ]
-    most = plans[largest].platform.most_kept * devices_in_use()
-    fits = sizes[largest] + max(others, default=0) <= most
-    return largest if fits else None
+    most = plans[0].platform.most_kept * devices_in_use()
+    return sizes.index(max(sizes)) if sum(sorted(sizes)[-2:]) <= most else None

@@ -50,7 +50,7 @@ GPU = Platform(
     fuses_products=False,
     most_parts=64,
     largest_whole=None,
-    largest_slice=2**25,
+    largest_slice=None,
     most_kept=40 * 2**20,  # 160 MiB in float32
     directions_at_once=2**25,
     directions_dtype=jnp.bfloat16,
@@ -60,7 +60,6 @@ TPU = dataclasses.replace(
     GPU,
     fuses_products=True,
     most_parts=1,
-    largest_slice=None,
     most_kept=0,
     directions_at_once=2**24,
 )

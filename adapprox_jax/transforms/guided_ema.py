@@ -325,7 +325,8 @@ def _average_leaves(
             emitted = rule.emitted(older + new, new, left)
             results[i] = emitted, (older + new).astype(mu.dtype), scale
     kinds = [block_axis(update.shape) for update, _, _ in in_codes.values()]
-    results.update(zip(in_codes, each_alike(coded, list(in_codes.values()), kinds), strict=True))
+    averaged = each_alike(coded, list(in_codes.values()), kinds, waits=1)  # codes
+    results.update(zip(in_codes, averaged, strict=True))
     return [results[i] for i in range(len(names))]
 
 
