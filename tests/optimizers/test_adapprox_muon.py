@@ -15,7 +15,7 @@ from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.step import platform
 from adapprox_jax.transforms.orthogonalize import _batches
 from tests import reference, reference_muon
-from tests.common import run
+from tests.common import program_of, run, temporaries
 from tests.step.test_phases import branches, gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
@@ -169,7 +169,7 @@ def test_without_second_moment_it_is_muon():
 
 KEY = 3
 FACTORED = reference.Settings(
-    k_init=4, k_max=4, l=1, p=0, warm_start=True, root=True, b1=0.0, b2=0.95, clip=None
+    k_init=4, k_max=4, l=1, p=0, warm_start=True, root=True, b1=0.0, b2=0.95, clip=None, eps=0.1
 )
 CASES = {
     "exact, as AdaMuon": (
@@ -178,20 +178,14 @@ CASES = {
     ),
     "low rank": (
         reference_muon.Settings(factored=FACTORED),
-        dict(second_moment=True, max_rank=4, min_dim_size_to_factor=1),
+        dict(second_moment=True, max_rank=4, min_dim_size_to_factor=1, eps=0.1),
     ),
-    "by neurons, as NorMuon": (
-        reference_muon.Settings(neurons=1),
-        {},
-    ),
+    "by neurons, as NorMuon": (reference_muon.Settings(neurons=1, eps=0.1), dict(eps=0.1)),
     "without Nesterov's momentum": (
         reference_muon.Settings(exact=True, nesterov=False),
         dict(second_moment=True, min_dim_size_to_factor=10**6, nesterov=False),
     ),
-    "without an average": (
-        reference_muon.Settings(b1=0.0, neurons=1),
-        dict(b1=0.0),
-    ),
+    "without an average": (reference_muon.Settings(b1=0.0, neurons=1), dict(b1=0.0)),
 }
 
 
@@ -223,12 +217,9 @@ def test_the_library_follows_the_reference(s, keywords, tall):
     ("rate", "mu_dtype", "b1"),
     [
         (1e-3, None, 0.95),
-        (6e-3, None, 0.925),
         (6e-3, jnp.int8, 0.925),
         (6e-3, jnp.int4, 0.9),
-        (6e-3, "int4", 0.9),
         (1.2e-2, "int4", 0.85),
-        (0.1, None, 0.8),
         (-1.0, None, 0.8),
     ],
 )
@@ -448,24 +439,6 @@ def test_leaves_without_entries_pass():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize(("mu_dtype", "second_moment"), [(None, "neurons"), ("int5", True)])
-def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    params = {"w": jnp.ones((64, 96)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(96)}
-    tx = adapprox_jax.adapprox_muon(1e-2, mu_dtype=mu_dtype, second_moment=second_moment)
-    (grads,) = gradients(1, {name: x.shape for name, x in params.items()})
-    update = jax.jit(tx.update)
-    _, state = update(grads, tx.init(params), params)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        back = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
-    jax.tree.map(np.testing.assert_array_equal, back, state)
-    jax.tree.map(
-        np.testing.assert_array_equal, update(grads, back, params), update(grads, state, params)
-    )
-
-
 @pytest.mark.parametrize("second_moment", ["neurons", True])
 def test_boxes_and_injected_hyperparameters(second_moment):
     nn = pytest.importorskip("flax.linen")
@@ -492,8 +465,7 @@ def test_boxes_and_injected_hyperparameters(second_moment):
 def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second_moment):
     params = {"w": jnp.zeros((70, 90)), "v": jnp.zeros((70, 90)), "bias": jnp.zeros(90)}
     tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4", second_moment=second_moment)
-    traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params), params)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = program_of(tx, params, "cuda")
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     of_both = [line for line in products if "tensor<2x70x90xbf16>" in line]
     assert of_both, "matrices of one shape are worked on together"
@@ -505,10 +477,13 @@ def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second
 def test_matrices_of_different_shapes_wait_for_each_other():
     """Of eight little more is in memory at once than of one."""
 
-    def temporaries(count):
-        leaves = {i: jax.ShapeDtypeStruct((256 + 8 * i, 512), jnp.float32) for i in range(count)}
-        tx = adapprox_jax.orthogonalize()
-        step = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0], donate_argnums=0)
-        return step.lower(leaves).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporaries(8) < 2 * temporaries(1)  # without waiting six times as much
+    tx = adapprox_jax.orthogonalize()
+    one, eight = (
+        temporaries(
+            lambda updates: tx.update(updates, optax.EmptyState())[0],
+            [jax.ShapeDtypeStruct((256 + 8 * i, 512), jnp.float32) for i in range(count)],
+            donate_argnums=0,
+        )
+        for count in (1, 8)
+    )
+    assert eight < 2 * one  # without waiting six times as much

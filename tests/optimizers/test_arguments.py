@@ -213,7 +213,7 @@ def test_without_an_average_no_bytes_are_kept_for_it_under_inject_hyperparams():
 
 @pytest.mark.parametrize(
     ("arguments", "nbytes"),
-    [({}, 4.06), ({"mu_dtype": "int8"}, 1.12), ({"mu_dtype": "int4"}, 0.62)],
+    [({}, 4.06), *(({"mu_dtype": f"int{n}"}, x) for n, x in ((8, 1.12), (5, 0.75), (4, 0.62)))],
 )
 def test_bytes_of_gpt2_117m(arguments, nbytes):
     """What README says."""
@@ -350,6 +350,16 @@ def test_quantize_names_what_it_cannot_take():
             "shape is 4; allowed",
         ),
         (lambda: adapprox_jax.dequantize([1], [1.0], (1,)), "codes is a list; allowed"),
+        (lambda: adapprox_jax.quantize(jnp.ones(3), bits=6), "bits is 6; allowed: 8, 5, 4"),
+        (lambda: adapprox_jax.quantize(jnp.ones(())), "array.ndim is 0; allowed: at least 1"),
+        (
+            lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(40)), (100,)),
+            "are int8 (40,), (2,); allowed for shape (100,): ",
+        ),
+        (
+            lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(40))[::-1], (40,)),
+            "codes.dtype is dtype(bfloat16); allowed",
+        ),
     ]:
         raises(call, words)
     codes, scales = adapprox_jax.quantize(jnp.ones((0, 40)))
@@ -475,9 +485,16 @@ def test_axes_beside_a_selection_are_checked():
         adapprox_jax.muon_report(PARAMS, lambda tree: jax.tree.map(lambda _: True, tree), 5)
 
 
-@pytest.mark.parametrize("dtype", [np.dtype("float64"), None, "float32"])
-def test_a_type_is_named_as_it_is_given(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        (np.dtype("float64"), "float64"),
+        (None, "None"),
+        (jnp.float32, "float32"),
+        ("bf16", "'bf16'"),
+    ],
+)
+def test_a_type_is_named_as_it_is_given(dtype, name):
     """NumPy holds float64 to be equal to None."""
-    name = "None" if dtype is None else np.dtype(dtype).name
     with pytest.raises(ValueError, match=f"dtype is {name}; allowed: bfloat16, float16"):
         adapprox_jax.split_weights(optax.sgd(0.1), dtype=dtype)

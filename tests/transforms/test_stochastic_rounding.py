@@ -8,6 +8,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax import stochastic_rounding
+from tests.common import trained
 
 SHAPE = (200, 250)
 
@@ -17,16 +18,7 @@ def ones(dtype=jnp.bfloat16):
 
 
 def run(tx, params, grads, steps):
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(steps):
-        params, state = step(params, state)
-    return params
+    return trained(tx, params, [grads] * steps)[0]
 
 
 def mean(array):
