@@ -13,7 +13,6 @@ import adapprox_jax
 from adapprox_jax.linalg import orthonormalize
 from adapprox_jax.linalg import srsi as low_rank
 from adapprox_jax.linalg.products import contract, matmul, outer
-from adapprox_jax.linalg.tiles import in_tiles
 
 SPECTRA = {
     "geometric": lambda j: 0.9**j,
@@ -195,31 +194,6 @@ def test_many_matrices_are_orthonormalized_as_each_alone():
     for matrix, bases in zip(matrices, together, strict=True):
         for one, basis in zip(matrix, bases, strict=True):
             np.testing.assert_allclose(basis, cholesky_basis(one), atol=2e-5)
-
-
-@pytest.mark.parametrize("tiles", [1, 6])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_products_are_the_same_in_tiles_and_along_both_axes(axis, tiles):
-    rng = np.random.default_rng(0)
-    matrix, x, y = (rng.normal(size=s).astype(np.float32) for s in ((18, 48), (48, 5), (18, 5)))
-
-    def products(cut, whole):
-        held, of_rows = cut
-        q, u = (of_rows, whole) if axis == 0 else (whole, of_rows)
-        residual = jnp.sum(jnp.square(held - outer(q, u, axis)))
-        return contract(held, u, 1 - axis), contract(held, q, axis), residual, 2 * held
-
-    @jax.jit
-    def all_products(matrix, x, y):
-        held, of_rows, whole = (matrix, y, x) if axis == 0 else (matrix.T, x, y)
-        return in_tiles(products, tiles, (held, of_rows), whole)
-
-    image, projection, energy, twice = all_products(matrix, x, y)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
-    close(image, matrix @ x)
-    close(projection, matrix.T @ y)
-    close(energy, np.linalg.norm(matrix - y @ x.T) ** 2)
-    close(twice, 2 * (matrix if axis == 0 else matrix.T))
 
 
 @pytest.mark.parametrize(

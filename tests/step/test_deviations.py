@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import adapprox_jax
+from tests import common
 from tests.step.second_moments import beside_exact
 
 KEY = jax.random.key(0)
@@ -35,10 +36,6 @@ def run(tx, grads, params=None):
     for grad in grads:
         updates, state = update(grad, state, params)
         yield updates, state
-
-
-def jitted(tx):
-    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
 
 
 NUMBERS = {"b2": 0.999, "eps": 1e-8, "error_threshold": 0.01}
@@ -255,10 +252,7 @@ def test_8_reported_drift_is_relative():
     assert info.drift > info.error
 
 
-@pytest.mark.parametrize(
-    ("small_part", "dtype"),
-    [*((part, None) for part in (1e-1, 1e-2, 1e-3, 1e-4)), (1e-2, jnp.bfloat16)],
-)
+@pytest.mark.parametrize(("small_part", "dtype"), [(1e-4, None), (1e-2, jnp.bfloat16)])
 def test_8_error_in_the_state_is_that_of_its_own_factors(small_part, dtype):
     """To 1 percent, of a second moment that is rank 4 and a small rest."""
     rng = np.random.default_rng(0)
@@ -277,14 +271,11 @@ def test_8_error_in_the_state_is_that_of_its_own_factors(small_part, dtype):
 
 
 def test_9_vectors_and_scalars_keep_a_dense_second_moment():
-    params = {"vector": jnp.zeros(300), "scalar": jnp.zeros(()), "row": jnp.zeros((1, 300))}
-    tx = small(bias_correction=True)
-    adam = optax.scale_by_adam(b1=0.0)
     rng = np.random.default_rng(0)
-    grads = [jax.tree.map(lambda p: np.asarray(rng.normal(size=p.shape)), params) for _ in range(5)]
-    for (actual, state), (expected, _) in zip(
-        run(tx, grads), run(jitted(adam), grads), strict=True
-    ):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
-        assert state.nu["vector"].shape == (300,)
-        assert state.q["vector"] == optax.MaskedNode()
+    shapes = {"vector": (300,), "scalar": (), "row": (1, 300)}
+    grads = [{name: rng.normal(size=x) for name, x in shapes.items()} for _ in range(5)]
+    actual, state = common.run(adapprox_jax.scale_by_adapprox(bias_correction=True), grads)
+    expected, _ = common.run(optax.scale_by_adam(b1=0.0), grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
+    assert state.nu["vector"].shape == (300,)
+    assert state.q["vector"] == optax.MaskedNode()

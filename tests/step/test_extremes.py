@@ -20,17 +20,6 @@ def gradient(seed):
     return np.random.default_rng(seed).normal(size=(24, 40)).astype(np.float32) * SCALES
 
 
-@functools.cache
-def compiled(**settings):
-    """The first state, and the update of gradients, a state and b2."""
-
-    def transformation(b2):
-        return adapprox_jax.scale_by_adapprox(b2, **{"min_dim_size_to_factor": 1, **settings})
-
-    update = jax.jit(lambda grads, state, b2: transformation(b2).update(grads, state))
-    return transformation(0.9).init(np.zeros((24, 40), np.float32)), update
-
-
 SETTINGS = {
     "default": {},
     "moment": dict(approximate="moment"),
@@ -54,18 +43,19 @@ def test_updates_do_not_depend_on_the_magnitude_of_gradients(name, way):
             np.testing.assert_allclose(updates[-1], expected[-1], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("growth", [1e8, 1e10, 1e11, 1e15])
 @pytest.mark.parametrize("approximate", ["moment", "root"])
-def test_gradients_that_grow_leave_everything_finite(approximate, growth):
+def test_gradients_that_grow_leave_everything_finite(approximate):
     """And the second moment follows them: soon what was before does not matter."""
-    state, update = compiled(approximate=approximate, max_rank=4)
-    for seed in range(12):
-        size = growth if seed >= 6 else 1.0
-        updates, state = update(gradient(seed) * np.float32(size), state, 0.9)
+    tx = adapprox_jax.scale_by_adapprox(
+        0.9, approximate=approximate, max_rank=4, min_dim_size_to_factor=1
+    )
+    for growth in (1e8, 1e10, 1e11, 1e15):
+        sizes = np.float32([1] * 6 + [growth] * 6)
+        updates, state = run(tx, [size * gradient(seed) for seed, size in enumerate(sizes)])
         for leaf in jax.tree.leaves((updates, state)):
             assert np.all(np.isfinite(np.asarray(leaf, np.float64)))
-    # V is 1 - b2^6 of what it would be, had gradients always been so large.
-    assert 0.3 < np.sqrt(np.mean(np.square(updates))) < 3
+        # V is 1 - b2^6 of what it would be, had gradients always been so large.
+        assert 0.3 < np.sqrt(np.mean(np.square(updates[-1]))) < 3
 
 
 def test_a_dense_leaf_moves_again_after_a_gradient_whose_square_overflows():

@@ -201,16 +201,6 @@ def test_settings_that_the_state_decides_may_change():
         chex.assert_trees_all_equal_shapes_and_dtypes(updates, PARAMS)
 
 
-def test_dimension_numbers_that_do_not_fit_are_shown():
-    with pytest.raises(ValueError, match=r"weight_dimension_numbers is .*; allowed: None, "):
-        misfit(weight_dimension_numbers={"a": None})
-
-
-def test_missing_params_where_decay_needs_them():
-    with pytest.raises(ValueError, match="params"):
-        misfit(params=None)
-
-
 def test_integers_that_decide_shapes_must_not_be_injected():
     tx = optax.inject_hyperparams(adapprox_jax.adapprox)(1e-3, max_rank=4)
     with pytest.raises(ValueError, match=r"is traced; .* static_args=adapprox_jax\.STATIC_ARGS"):
