@@ -96,18 +96,6 @@ def member(tree, index):
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-@pytest.mark.parametrize("mask", [is_matrix(PARAMS), is_matrix], ids=["tree", "function"])
-def test_masked(mask):
-    """Under optax.masked matrices train as without it, and the rest is passed through."""
-    grads = gradients(3)
-    actual, state = run(optax.masked(PLAIN, mask), grads)
-    expected, plain = run(PLAIN, grads)
-    assert_same(actual["kernel"], expected["kernel"])
-    assert_same(actual["bias"], PARAMS["bias"] + sum(grad["bias"] for grad in grads))
-    assert state.inner_state[0].rank == plain[0].rank
-    assert state.inner_state[0].nu == dict.fromkeys(PARAMS, optax.MaskedNode())
-
-
 def test_partition():
     """Adapprox on matrices beside AdamW on the rest: each as if it were alone."""
     grads, transforms = gradients(3), {"matrix": PLAIN, "rest": optax.adamw(1e-2)}
@@ -151,16 +139,6 @@ def test_schedule_free():
     assert_same(actual, y)
     assert_same(optax.contrib.schedule_free_eval_params(state, actual), x)
     assert_same_state(state.base_optimizer_state[0], plain[0])
-
-
-def test_reduce_on_plateau():
-    """A loss that stays where it is halves the rate at every step but the first."""
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    grads = gradients(4)
-    actual, _ = run(optax.chain(PLAIN, plateau), grads, value=1.0)
-    halved = adapprox_jax.adapprox(lambda count: 1e-2 * 0.5**count, **ADAPTIVE)
-    expected, _ = run(halved, grads)
-    assert_same(actual, expected)
 
 
 def test_named_chain():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, PartitionSpec
 import adapprox_jax
 from adapprox_jax import quantize
 from adapprox_jax.linalg import quantization
-from adapprox_jax.linalg.quantization import block_axis, quantized_like
+from adapprox_jax.linalg.quantization import quantized_like
 from tests.common import mesh_of, put
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
@@ -47,14 +47,6 @@ def test_error_is_half_a_step_of_the_codes(bits, most, n):
     for i in range(0, n, 32):
         block, error = x[:, i : i + 32], np.abs(back - x)[:, i : i + 32]
         assert np.all(error.max(1) <= most * np.abs(block).max(1))
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((100,), 0), ((64, 96), 0), ((8, 96), 1), ((4096, 8, 128), 0), ((12, 64, 8), 1), ((3, 5), 1)],
-)
-def test_blocks_lie_along_rows_if_there_are_enough(shape, axis):
-    assert block_axis(shape) == axis
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4])

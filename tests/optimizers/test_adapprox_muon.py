@@ -86,21 +86,9 @@ def test_rounds_are_as_many_as_asked_for():
     np.testing.assert_allclose(-size * actual["wide"], expected["wide"], rtol=1e-4, atol=1e-6)
 
 
-def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
-    tx = adapprox_jax.orthogonalize()
-    (grads,) = gradients(1, {name: SHAPES[name] for name in ("wide", "tall", "stack")})
-    expected, _ = tx.update(grads, tx.init(grads))
-    monkeypatch.setattr(platform, "CPU", at_once(2 * 24 * 40))
-    actual, _ = tx.update(grads, tx.init(grads))
-    for name in grads:
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
-    stacks = [np.ones((size, 24, 40), np.float32) for size in (1, 1, 3, 1, 1, 1)]
-    assert _batches(stacks, [[i] for i in range(6)], 2) == [[0, 1], [2], [3, 4], [5]]
-
-
 @pytest.mark.all_platforms
-def test_a_long_stack_is_compiled_once(monkeypatch):
-    """In a loop over batches."""
+def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
+    """Of a long stack in a loop, which is compiled once."""
     tx = adapprox_jax.orthogonalize()
     (grads,) = gradients(1, {"stack": (83, 24, 40), "one": (24, 40), "short": (3, 40, 24)})
     expected, _ = tx.update(grads, tx.init(grads))
@@ -113,6 +101,8 @@ def test_a_long_stack_is_compiled_once(monkeypatch):
         traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
         return str(traced).count("optimization_barrier")
 
+    stacks = [np.ones((size, 24, 40), np.float32) for size in (1, 1, 3, 1, 1, 1)]
+    assert _batches(stacks, [[i] for i in range(6)], 2) == [[0, 1], [2], [3, 4], [5]]
     # On CPUs of the stack in a loop, of its rest and of two others; on GPUs and TPUs of two shapes,
     # of which one waits.
     assert iterations() == 4 + 3 + 3
@@ -301,42 +291,11 @@ def test_few_bits_follow_the_average_in_full():
 # --------------------------------------------------------------------------------- which leaves
 
 
-HIDDEN = {
-    "blocks/0/attention/query/kernel": (64, 64),
-    "transformer/~/multi_head_attention/w": (64, 192),
-    "MultiHeadDotProductAttention_0/out/kernel": (64, 64),
-    "layers/mlp/kernel": (12, 64, 256),
-    "norm_mlp/kernel": (64, 64),
-    "attention_head_0/w": (64, 64),
-    "w": (64, 64),
-}
-NOT_HIDDEN = {
-    "wte": (512, 64),
-    "tokens/embedding": (512, 64),
-    "TokenEmbed_0/table": (64, 64),
-    "lm_head/kernel": (64, 512),
-    "head": (64, 64),
-    "layers/norm_1/scale": (12, 64),
-    "layers/LayerNorm_0/g": (12, 64),
-    "layers/bias": (12, 64),
-    "out/kernel": (64, 2048),
-    "conv": (3, 3, 3, 64),
-    "b": (24, 256),
-    "LMHead/kernel": (64, 64),
-    "vector": (64,),
-}
-
-
-def test_hidden_matrices_are_known_by_name_and_shape():
-    params = {name: jnp.zeros(shape) for name, shape in (HIDDEN | NOT_HIDDEN).items()}
-    hidden = adapprox_jax.hidden_matrices(params)
-    assert {name for name, is_hidden in hidden.items() if is_hidden} == set(HIDDEN)
-    report = adapprox_jax.muon_report(params)
-    assert {path for path, what in report.items() if what.startswith("orthogonalized")} == {
-        f"['{name}']" for name in HIDDEN
-    }
-    assert report["['lm_head/kernel']"] == "adapprox: 'lm_head' names an embedding or a head"
-    assert report["['out/kernel']"].endswith("64 x 2048, as long as an embedding or a head")
+def test_hidden_matrices_are_known_by_their_names():
+    hidden = {"w", "norm_mlp/kernel", "attention_head_0/w", "transformer/~/multi_head_attention/w"}
+    others = {"head", "wte", "lm_head/kernel", "LMHead/kernel", "TokenEmbed_0/table"}
+    chosen = adapprox_jax.hidden_matrices(dict.fromkeys(hidden | others, jnp.zeros((64, 64))))
+    assert {name for name, is_hidden in chosen.items() if is_hidden} == hidden
 
 
 def test_a_selection_is_a_tree_or_a_function():
@@ -369,18 +328,13 @@ def test_a_selection_that_does_not_fit_is_refused(chosen, message):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("b1", -0.1),
         ("b1", 1.0),
         ("adapprox_b1", 1.5),
-        ("b2", 2),
         ("b2", adapprox_jax.increasing_decay()),
         ("nesterov", "no"),
         ("newton_schulz_steps", 0),
         ("second_moment", 8),
         ("adapprox_learning_rate_scale", 0.0),
-        ("weight_decay", -1),
-        ("max_rank", 0),
-        ("mu_dtype", "int2"),
     ],
 )
 def test_bad_arguments_are_named(argument, value):

@@ -117,6 +117,7 @@ def test_bad_arguments_are_named(keywords, message):
     [
         *(((128, 32), (4, 32)), ((4096, 31), (128, 31)), ((31, 4096), (31, 128))),
         *(((16, 16, 16), ()), ((4095,), ()), ((4096,), (128,)), ((32, 128), (1, 128))),
+        ((4096, 8, 128), (128, 8, 128)),
     ],
 )
 def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, scales):
