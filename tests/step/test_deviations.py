@@ -273,7 +273,7 @@ def test_8_error_in_the_state_is_that_of_its_own_factors(small_part, dtype):
 def test_9_vectors_and_scalars_keep_a_dense_second_moment():
     rng = np.random.default_rng(0)
     shapes = {"vector": (300,), "scalar": (), "row": (1, 300)}
-    grads = [{name: rng.normal(size=x) for name, x in shapes.items()} for _ in range(5)]
+    grads = [{k: np.float32(rng.normal(size=x)) for k, x in shapes.items()} for _ in range(5)]
     actual, state = common.run(adapprox_jax.scale_by_adapprox(bias_correction=True), grads)
     expected, _ = common.run(optax.scale_by_adam(b1=0.0), grads)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
