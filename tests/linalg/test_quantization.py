@@ -155,11 +155,6 @@ def test_bad_types_and_shapes_are_named():
         match="mu_dtype is int16; allowed: None, floating-point types of 16 bits or more, 'int8'",
     ):
         adapprox_jax.guided_ema(mu_dtype=jnp.int16)
-    with pytest.raises(ValueError, match="mu_dtype is 'int3'; allowed"):
-        adapprox_jax.guided_ema(mu_dtype="int3")
-    for array in np.ones(2), jnp.ones(2):
-        with pytest.raises(ValueError, match="mu_dtype is an array; allowed"):
-            adapprox_jax.guided_ema(mu_dtype=array)
     with pytest.raises(ValueError, match="rounding is 'up'; allowed: 'stochastic', 'nearest'"):
         adapprox_jax.guided_ema(rounding="up")
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)

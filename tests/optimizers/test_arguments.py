@@ -61,7 +61,7 @@ def raises(call, *words, error=ValueError):
         ("orthogonalization", "svd"),
         ("factor_dtype", "banana"),
         ("factor_dtype", jnp.float16),
-        *((name, jnp.ones(2)) for name in ("factor_dtype", "mu_dtype")),
+        *((name, x) for name in ("factor_dtype", "mu_dtype") for x in (jnp.ones(2), np.ones(2))),
         *(("weight_dimension_numbers", value) for value in ("a", 5, {"w": 5}, (0, 1))),
         ("weight_dimension_numbers", lambda: None),
         *(("key", value) for value in (2**70, -(2**64), 1.5, True, "a", jnp.ones(2))),
