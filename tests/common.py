@@ -5,6 +5,7 @@ import math
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 
@@ -64,3 +65,44 @@ def described(value):
     """Shape, dtype and sharding; an abstract value that is not sharded may have None for it."""
     spec = tuple(value.sharding.spec) if value.sharding is not None else ()
     return value.shape, value.dtype, spec if any(spec) else ()
+
+
+@functools.cache
+def stepping(tx):
+    """A training step, compiled once for all that ask."""
+
+    @jax.jit
+    def step(params, state, grads, **extra):
+        updates, state = tx.update(grads, state, params, **extra)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def trained(tx, params, grads, state=None, **extra):
+    """Parameters and state after a step with each of the gradients."""
+    state = tx.init(params) if state is None else state
+    for grad in grads:
+        params, state = stepping(tx)(params, state, grad, **extra)
+    return params, state
+
+
+def program_of(tx, params, kind="cpu"):
+    """An update as it is lowered for a platform, which need not be there."""
+    traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params), params)
+    return traced.lower(lowering_platforms=(kind,)).as_text()
+
+
+def temporaries(function, *arguments, **options):
+    """The bytes that XLA plans for what is neither given nor returned."""
+    compiled = jax.jit(function, **options).lower(*arguments).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def checkpointed(tree, folder):
+    """A tree as Orbax gives it back."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", tree)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", jax.eval_shape(lambda: tree))

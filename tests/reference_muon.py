@@ -28,6 +28,7 @@ def newton_schulz(a, steps):
 class Settings:
     b1: float = 0.95
     b2: float = 0.95
+    eps: float = 1e-8
     steps: int = 5
     nesterov: bool = True
     factored: reference.Settings | None = None
@@ -62,7 +63,7 @@ def step(g, state, gaussian, s):
         if s.neurons is not None:
             squares = np.mean(squares, axis=1 - s.neurons, keepdims=True)
         v = s.b2 * v + (1 - s.b2) * squares
-        direction = direction / (np.sqrt(v) + 1e-8)
+        direction = direction / (np.sqrt(v) + s.eps)
     elif s.factored:
         direction, factors = reference.step(direction, 0.0, factors, gaussian, s.factored)
     else:

@@ -13,9 +13,14 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax import MatrixDimensionNumbers
+from tests.common import checkpointed, stepping, trained
 
 PARAMS = {"kernel": np.ones((24, 40), np.float32), "bias": np.ones(40, np.float32)}
 WITH_STACK = {**PARAMS, "stack": np.ones((2, 24, 16), np.float32)}
+OF_MUON = {
+    name: np.ones(shape, np.float32)
+    for name, shape in {"kernel": (64, 96), "wte": (512, 64), "bias": (96,)}.items()
+}
 
 FIXED = dict(min_dim_size_to_factor=1, max_rank=4)
 ADAPTIVE = dict(
@@ -26,17 +31,9 @@ ADAPTIVE = dict(
     rank_interval=2,
     rank_growth=jnp.ones_like,
 )
-SETTINGS = {"fixed": FIXED, "adaptive": ADAPTIVE}
-# Made once, because what is compiled for them is kept.
-PLAIN = {name: adapprox_jax.adapprox(1e-2, **settings) for name, settings in SETTINGS.items()}
-
-# These programs run a few steps only: to optimize them takes longer.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-
-# Under a wrapper a rank that adapts has all that a fixed one has, and values that change.
-each_rank = pytest.mark.parametrize(
-    "rank", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"]
-)
+# Made once, because what is compiled for it is kept. A rank that adapts has all that a fixed one
+# has, and values that change.
+PLAIN = adapprox_jax.adapprox(1e-2, **ADAPTIVE)
 
 
 def gradients(steps, params=PARAMS, seed=0, noise=1.0):
@@ -53,22 +50,8 @@ def gradients(steps, params=PARAMS, seed=0, noise=1.0):
     return [jax.tree.map(noisy, all_sizes) for _ in range(steps)]
 
 
-def step(tx, grads, params, state, **extra):
-    updates, state = tx.update(grads, state, params, **extra)
-    return optax.apply_updates(params, updates), state
-
-
-@functools.cache
-def compiled(tx):
-    return jit(partial(step, tx))
-
-
 def run(tx, grads, params=PARAMS, state=None, **extra):
-    """Parameters and state after a step with each of the gradients."""
-    state = tx.init(params) if state is None else state
-    for grad in grads:
-        params, state = compiled(tx)(grad, params, state, **extra)
-    return params, state
+    return trained(tx, params, grads, state, **extra)
 
 
 def assert_same(actual, expected, rtol=1e-4):
@@ -113,38 +96,21 @@ def member(tree, index):
     return jax.tree.map(lambda leaf: leaf[index], tree)
 
 
-@pytest.mark.parametrize(
-    ("mask", "rank"),
-    [(is_matrix(PARAMS), "fixed"), (is_matrix, "adaptive")],
-    ids=["tree-fixed", "function-adaptive"],
-)
-def test_masked(mask, rank):
-    """Under optax.masked matrices train as without it, and the rest is passed through."""
-    grads = gradients(3)
-    actual, state = run(optax.masked(PLAIN[rank], mask), grads)
-    expected, plain = run(PLAIN[rank], grads)
-    assert_same(actual["kernel"], expected["kernel"])
-    assert_same(actual["bias"], PARAMS["bias"] + sum(grad["bias"] for grad in grads))
-    assert state.inner_state[0].rank == plain[0].rank
-    assert state.inner_state[0].nu == dict.fromkeys(PARAMS, optax.MaskedNode())
-
-
 def test_partition():
     """Adapprox on matrices beside AdamW on the rest: each as if it were alone."""
-    grads, transforms = gradients(3), {"matrix": PLAIN["adaptive"], "rest": optax.adamw(1e-2)}
+    grads, transforms = gradients(3), {"matrix": PLAIN, "rest": optax.adamw(1e-2)}
     actual, state = run(optax.partition(transforms, labels), grads)
-    expected, plain = run(PLAIN["adaptive"], grads)
+    expected, plain = run(PLAIN, grads)
     assert_same(actual["kernel"], expected["kernel"])
     assert state.inner_states["matrix"].inner_state[0].rank == plain[0].rank
     expected, _ = run(optax.adamw(1e-2), grads)
     assert_same(actual["bias"], expected["bias"])
 
 
-@each_rank
-def test_apply_if_finite(rank):
+def test_apply_if_finite():
     """A step that is not finite changes nothing, and training goes on as if it had not been."""
     grads = gradients(3)
-    tx = optax.apply_if_finite(PLAIN[rank], max_consecutive_errors=5)
+    tx = optax.apply_if_finite(PLAIN, max_consecutive_errors=5)
     before, state = run(tx, grads[:2])
     for value in (jnp.nan, jnp.inf):
         bad = {**grads[0], "kernel": grads[0]["kernel"].at[3, 4].set(value)}
@@ -153,7 +119,7 @@ def test_apply_if_finite(rank):
         state = after
     assert state.total_notfinite == 2
     actual, state = run(tx, grads[2:], params, state)
-    expected, plain = run(PLAIN[rank], grads)
+    expected, plain = run(PLAIN, grads)
     assert_same(actual, expected)
     assert_same_state(state.inner_state[0], plain[0])
 
@@ -164,7 +130,7 @@ def test_schedule_free():
     base = adapprox_jax.adapprox(1e-2, b1=0.0, **FIXED)
     actual, state = run(optax.contrib.schedule_free(base, learning_rate=1e-2, b1=beta), grads)
     x = y = z = PARAMS
-    plain, update = base.init(PARAMS), jit(base.update)
+    plain, update = base.init(PARAMS), jax.jit(base.update)
     for t, grad in enumerate(grads, start=1):
         updates, plain = update(grad, plain, y)
         z = optax.apply_updates(z, updates)
@@ -173,16 +139,6 @@ def test_schedule_free():
     assert_same(actual, y)
     assert_same(optax.contrib.schedule_free_eval_params(state, actual), x)
     assert_same_state(state.base_optimizer_state[0], plain[0])
-
-
-def test_reduce_on_plateau():
-    """A loss that stays where it is halves the rate at every step but the first."""
-    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1)
-    grads = gradients(4)
-    actual, _ = run(optax.chain(PLAIN["adaptive"], plateau), grads, value=1.0)
-    halved = adapprox_jax.adapprox(lambda count: 1e-2 * 0.5**count, **ADAPTIVE)
-    expected, _ = run(halved, grads)
-    assert_same(actual, expected)
 
 
 def test_named_chain():
@@ -196,47 +152,40 @@ def test_named_chain():
     )
     grads = gradients(3)
     actual, state = run(tx, grads)
-    expected, plain = run(PLAIN["adaptive"], grads)
+    expected, plain = run(PLAIN, grads)
     assert_same(actual, expected)
     assert_same_state(state["second_moment"], plain[0])
     assert_same(state["average"], plain[1])
 
 
-@pytest.mark.parametrize("name", [*adapprox_jax.ScaleByAdapproxState._fields[1:], "mu"])
-def test_tree_get_and_set(name):
-    """optax.tree finds each field of the state by its name and replaces it alone."""
-    _, state = run(PLAIN["adaptive"], gradients(1))
-    position = 1 if name == "mu" else 0
-    expected = getattr(state[position], name)
-    chex.assert_trees_all_equal(optax.tree.get(state, name), expected)
-    changed = jax.tree.map(lambda x: x + 1, expected)
-    replaced = [*state]
-    replaced[position] = state[position]._replace(**{name: changed})
-    chex.assert_trees_all_equal(optax.tree.set(state, **{name: changed}), tuple(replaced))
+def test_fields_of_the_state_are_found_by_their_names():
+    _, state = run(PLAIN, gradients(1))
+    for name, value in {**state[0]._asdict(), "mu": state[1].mu}.items():
+        if name != "count":  # Optax counts steps, too
+            chex.assert_trees_all_equal(optax.tree.get(state, name), value)
 
 
 def test_a_rank_that_is_set_is_kept_until_the_next_choice():
     """Factors are cut to a rank that optax.tree.set has put into the state."""
-    params, state = run(PLAIN["adaptive"], gradients(1))
+    params, state = run(PLAIN, gradients(1))
     ranks = optax.tree.get(state, "rank")
     assert ranks == (6,)
     state = optax.tree.set(state, rank=(jnp.int32(2),))
-    _, state = run(PLAIN["adaptive"], gradients(1, seed=1), params, state)
+    _, state = run(PLAIN, gradients(1, seed=1), params, state)
     report = adapprox_jax.rank_report(state, PARAMS)
     assert report["['kernel']"].rank == 2
     assert np.linalg.matrix_rank(approximations(state[0])["kernel"]) == 2
 
 
-@each_rank
-def test_multi_steps(rank):
+def test_multi_steps():
     """Four small steps whose gradients have the mean of a large one equal the large one."""
     small = gradients(8)
     large = [jax.tree.map(lambda *g: sum(g) / 4, *small[i : i + 4]) for i in (0, 4)]
-    tx = optax.MultiSteps(PLAIN[rank], every_k_schedule=4)
+    tx = optax.MultiSteps(PLAIN, every_k_schedule=4)
     params, state = run(tx, small[:3])
     chex.assert_trees_all_equal(params, PARAMS)
     actual, state = run(tx, small[3:], params, state)
-    expected, plain = run(PLAIN[rank], large)
+    expected, plain = run(PLAIN, large)
     assert_same(actual, expected)
     assert_same_state(state.inner_opt_state[0], plain[0])
 
@@ -296,101 +245,106 @@ def test_map_params_leaves_a_state_that_goes_on(masked):
 
 
 @functools.cache
-def trained_population(rank, orthogonalization):
+def trained_population():
     """Three models trained at once and alone: parameters and states of both."""
-    tx = adapprox_jax.adapprox(1e-2, orthogonalization=orthogonalization, **SETTINGS[rank])
-    one = WITH_STACK if orthogonalization == "qr" else PARAMS
-    params = [jax.tree.map(lambda p, i=i: p + i, one) for i in range(3)]
-    grads = [gradients(3, one, i, noise) for i, noise in enumerate((1.0, 0.3, 0.0))]
+    tx = adapprox_jax.adapprox(1e-2, orthogonalization="qr", **ADAPTIVE)
+    params = [jax.tree.map(lambda p, i=i: p + i, WITH_STACK) for i in range(3)]
+    grads = [gradients(3, WITH_STACK, i, noise) for i, noise in enumerate((1.0, 0.3, 0.0))]
     together = run(population(tx), list(map(stacked, zip(*grads, strict=True))), stacked(params))
     return together, [run(tx, g, p) for g, p in zip(grads, params, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("rank", "orthogonalization"),
-    [
-        ("adaptive", "qr"),
-        ("fixed", "cholesky"),
-        pytest.param("fixed", "qr", marks=pytest.mark.slow),
-        pytest.param("adaptive", "cholesky", marks=pytest.mark.slow),
-    ],
-)
-def test_vmap_over_a_population(rank, orthogonalization):
+def test_vmap_over_a_population():
     """Models trained at once by jax.vmap end as those trained alone, each at its own ranks."""
-    (actual, state), alone = trained_population(rank, orthogonalization)
+    (actual, state), alone = trained_population()
     for index, (expected, plain) in enumerate(alone):
         assert_same(member(actual, index), expected)
         assert_same_state(member(state[0], index), plain[0])
-    ranks = set(np.asarray(state[0].rank[0]).tolist())
-    assert len(ranks) == {"fixed": 1, "adaptive": 3}[rank]
+    assert len(set(np.asarray(state[0].rank[0]).tolist())) == 3
 
 
-@each_rank
-def test_scan(rank):
+def test_vmap_over_a_population_of_muon_in_codes():
+    tx = adapprox_jax.adapprox_muon(1e-2, mu_dtype="int8")
+    grads = [gradients(3, OF_MUON, seed) for seed in range(2)]
+    together = list(map(stacked, zip(*grads, strict=True)))
+    actual, _ = run(population(tx), together, stacked([OF_MUON] * 2))
+    for index, of_member in enumerate(grads):
+        expected, _ = run(tx, of_member, OF_MUON)
+        for name, start in OF_MUON.items():  # rounding may change a few codes by one
+            difference = np.linalg.norm(actual[name][index] - expected[name])
+            assert difference <= 0.01 * np.linalg.norm(expected[name] - start), name
+
+
+def test_scan():
     """A run inside jax.lax.scan is a run in a Python loop, with the same ranks on the way."""
     grads = gradients(4)
 
     def body(carry, grad):
-        carry = step(PLAIN[rank], grad, *carry)
+        carry = stepping(PLAIN)(*carry, grad)
         return carry, carry[1][0].rank
 
-    start = jax.tree.map(jnp.asarray, PARAMS), PLAIN[rank].init(PARAMS)
-    (actual, state), ranks = jit(partial(jax.lax.scan, body))(start, stacked(grads))
+    start = jax.tree.map(jnp.asarray, PARAMS), PLAIN.init(PARAMS)
+    (actual, state), ranks = jax.jit(partial(jax.lax.scan, body))(start, stacked(grads))
     for index in range(4):
-        expected, plain = run(PLAIN[rank], grads[: index + 1])
+        expected, plain = run(PLAIN, grads[: index + 1])
         chex.assert_trees_all_equal(member(ranks, index), plain[0].rank)
     assert_same(actual, expected)
     assert_same_state(state[0], plain[0])
 
 
-@each_rank
-def test_donation(rank):
+def test_donation():
     """Parameters and state may give their memory to the next step, and training is the same."""
-    update = jit(partial(step, PLAIN[rank]), donate_argnums=(1, 2))
-    params, state = jax.tree.map(jnp.array, PARAMS), PLAIN[rank].init(PARAMS)
+    update = jax.jit(stepping(PLAIN), donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.array, PARAMS), PLAIN.init(PARAMS)
     grads = gradients(4)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*donated")  # what JAX cannot use
         for grad in grads:
             given = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.size > 2]
-            params, state = update(grad, params, state)
+            params, state = update(params, state, grad)
             # All but the key and the placeholders, which are passed on as they are.
             assert all(leaf.is_deleted() for leaf in given)
     # To rounding: a program that reuses memory may be fused otherwise.
-    chex.assert_trees_all_close((params, state), run(PLAIN[rank], grads), rtol=1e-5)
+    chex.assert_trees_all_close((params, state), run(PLAIN, grads), rtol=1e-5)
+
+
+KEPT = {
+    "guided": adapprox_jax.adapprox(1e-2, mu_dtype="int8", cosine_guidance=True),
+    "by neurons": adapprox_jax.adapprox_muon(1e-2),
+    "factors": adapprox_jax.adapprox_muon(1e-2, mu_dtype="int5", second_moment=True),
+    "split": adapprox_jax.split_weights(adapprox_jax.adapprox_muon(1e-2, mu_dtype="int4")),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_goes_on_from_a_checkpoint(name, tmp_path):
+    """With every bit."""
+    tx, params, grads = KEPT[name], OF_MUON, gradients(2, OF_MUON)
+    params, state = adapprox_jax.split(tx, params) if name == "split" else (params, tx.init(params))
+    saved = run(tx, grads[:1], params, state)
+    back = checkpointed(saved, tmp_path)
+    chex.assert_trees_all_equal_shapes_and_dtypes(back, saved)
+    chex.assert_trees_all_equal(back, saved)
+    chex.assert_trees_all_equal(run(tx, grads[1:], *back), run(tx, grads[1:], *saved))
 
 
 OTHERS = dict(b1=0.8, b2=0.99, weight_decay=0.1)
 
 
-@pytest.mark.parametrize(
-    ("changed", "rank"),
-    [
-        # Of fixed ranks Optax's suite has the values, with the rate as it was.
-        pytest.param("in the state", "fixed", marks=pytest.mark.slow),
-        ("in the state", "adaptive"),
-        ("by a schedule", "adaptive"),
-    ],
-)
-def test_inject_hyperparams(changed, rank):
+@pytest.mark.parametrize("changed", ["in the state", "by a schedule"])
+def test_inject_hyperparams(changed):
     """A rate changed in mid-run is followed from there on, as that of a plain schedule."""
     schedule, grads = optax.piecewise_constant_schedule(1e-2, {2: 0.1}), gradients(4)
     if changed == "in the state":
-        tx = inject(1e-2, **OTHERS, **SETTINGS[rank])
+        tx = inject(1e-2, **OTHERS, **ADAPTIVE)
         params, state = run(tx, grads[:2])
         state.hyperparams["learning_rate"] = jnp.asarray(1e-3)
         actual, state = run(tx, grads[2:], params, state)
     else:
-        actual, state = run(inject(schedule, **OTHERS, **SETTINGS[rank]), grads)
-    expected, plain = run(on_schedule(rank), grads)
+        actual, state = run(inject(schedule, **OTHERS, **ADAPTIVE), grads)
+    expected, plain = run(adapprox_jax.adapprox(schedule, **OTHERS, **ADAPTIVE), grads)
     assert_same(actual, expected)
     assert_same_state(state.inner_state[0], plain[0])
-
-
-@functools.cache  # compiled once for both ways
-def on_schedule(rank):
-    schedule = optax.piecewise_constant_schedule(1e-2, {2: 0.1})
-    return adapprox_jax.adapprox(schedule, **OTHERS, **SETTINGS[rank])
 
 
 @pytest.mark.parametrize("name", ["mu_dtype", "factor_dtype"])
@@ -410,46 +364,40 @@ WRAPPERS = {
     "reduce_on_plateau": lambda tx: optax.chain(tx, optax.contrib.reduce_on_plateau()),
     "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1.0)), ("adapprox", tx)),
     "multi_steps": lambda tx: optax.MultiSteps(tx, 4),
-    "inject_hyperparams": lambda _: inject(1e-2, **FIXED),
+    "inject_hyperparams": lambda _: inject(1e-2, **ADAPTIVE),
     "population": population,
 }
 
 
-@pytest.mark.parametrize("wrapper", [name for name in WRAPPERS if name != "population"])
-def test_rank_report_of_nested_states(wrapper):
-    """The report names the factored leaves, and no others, with what they hold."""
-    tx = PLAIN["fixed"]
-    report = adapprox_jax.rank_report(WRAPPERS[wrapper](tx).init(WITH_STACK), WITH_STACK)
-    assert set(report) == {"['kernel']", "['stack']"}
-    chex.assert_trees_all_equal(report, adapprox_jax.rank_report(tx.init(WITH_STACK), WITH_STACK))
-
-
-@each_rank
-def test_rank_report_of_a_population(rank):
-    """The report of stacked models holds those of the models, one after the other."""
-    (params, state), alone = trained_population(rank, "qr")
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_reports_of_nested_states(wrapper):
+    """The report names the factored leaves, and no others; all bytes of the state are counted."""
+    tx = WRAPPERS[wrapper](PLAIN)
+    params = stacked([WITH_STACK] * 3) if wrapper == "population" else WITH_STACK
+    state = tx.init(params)
+    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert adapprox_jax.state_nbytes(tx, params) == expected
+    assert adapprox_jax.state_nbytes(tx, jax.eval_shape(lambda: params)) == expected
     report = adapprox_jax.rank_report(state, params)
     assert set(report) == {"['kernel']", "['stack']"}
+    if wrapper != "population":
+        plain = adapprox_jax.rank_report(PLAIN.init(params), params)
+        chex.assert_trees_all_equal(report, plain)
+
+
+def test_rank_report_of_a_population():
+    """The report of stacked models holds those of the models, one after the other."""
+    (params, state), alone = trained_population()
     members = [adapprox_jax.rank_report(plain, params) for params, plain in alone]
-    for name, info in report.items():
+    for name, info in adapprox_jax.rank_report(state, params).items():
         infos = [report[name] for report in members]
         assert info.shape == (3, *infos[0].shape)
         assert info.capacity == infos[0].capacity
-        assert info.nbytes == sum(i.nbytes for i in infos)
-        assert info.dense_nbytes == sum(i.dense_nbytes for i in infos)
-        np.testing.assert_array_equal(info.rank, [i.rank for i in infos])
-        np.testing.assert_allclose(info.error, [i.error for i in infos], rtol=1e-3, atol=1e-6)
-        np.testing.assert_allclose(info.drift, [i.drift for i in infos], rtol=1e-3, atol=1e-6)
-
-
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_state_nbytes_of_nested_states(wrapper):
-    """The bytes counted are those that init allocates, also for abstract parameters."""
-    tx = WRAPPERS[wrapper](PLAIN["fixed"])
-    params = stacked([WITH_STACK] * 3) if wrapper == "population" else WITH_STACK
-    expected = sum(leaf.nbytes for leaf in jax.tree.leaves(tx.init(params)))
-    assert adapprox_jax.state_nbytes(tx, params) == expected
-    assert adapprox_jax.state_nbytes(tx, jax.eval_shape(lambda: params)) == expected
+        for field in ("nbytes", "dense_nbytes"):
+            assert getattr(info, field) == sum(getattr(i, field) for i in infos)
+        for field in ("rank", "error", "drift"):
+            expected = [getattr(i, field) for i in infos]
+            np.testing.assert_allclose(getattr(info, field), expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize(

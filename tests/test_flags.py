@@ -109,8 +109,6 @@ def test_a_state_goes_on_under_another_generator(generators):
     [
         *("default", "4 bits", "adaptive, bfloat16", "paper", "bias correction"),
         *("functions of the step", "muon, 4 bits", "muon, factors"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("8 bits", "5 bits", "muon")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("moment", "Householder")),
     ],
 )
 def test_without_jit_nothing_is_compiled_from_the_third_step_on(name, caplog):

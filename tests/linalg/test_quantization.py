@@ -5,17 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import adapprox_jax
 from adapprox_jax import quantize
 from adapprox_jax.linalg import quantization
-from adapprox_jax.linalg.quantization import block_axis, quantized_like
-from tests.common import mesh_of
+from adapprox_jax.linalg.quantization import quantized_like
+from tests.common import mesh_of, put
 
 SHAPES = {"kernel": (64, 96), "odd": (50, 101), "bias": (96,)}
 PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
-BYTES = {jnp.int8: 1.0625, "int5": 0.6875, jnp.int4: 0.5625}  # a parameter
 each_dtype = pytest.mark.parametrize("dtype", [jnp.int8, "int5", jnp.int4])
 
 
@@ -50,12 +49,24 @@ def test_error_is_half_a_step_of_the_codes(bits, most, n):
         assert np.all(error.max(1) <= most * np.abs(block).max(1))
 
 
-@pytest.mark.parametrize(
-    ("shape", "axis"),
-    [((100,), 0), ((64, 96), 0), ((8, 96), 1), ((4096, 8, 128), 0), ((12, 64, 8), 1), ((3, 5), 1)],
-)
-def test_blocks_lie_along_rows_if_there_are_enough(shape, axis):
-    assert block_axis(shape) == axis
+@pytest.mark.parametrize("bits", [8, 5, 4])
+def test_blocks_of_a_stack_lie_along_its_rows(bits):
+    """The middle axis: two whole blocks and a short one, in plain NumPy."""
+    stack = np.random.default_rng(0).normal(size=(3, 70, 8)).astype(np.float32)
+    count, expected = 2 ** (bits - 1), np.zeros_like(stack)
+    for start in (0, 32, 64):
+        block = stack[:, start : start + 32]
+        up, down = block.max(1, keepdims=True), -block.min(1, keepdims=True)
+        reach = 2 * (count - 1) / (2 * count + 1)  # of the last code on the shorter side
+        scale = np.maximum(np.maximum(up, down), np.minimum(up, down) / reach)
+        scale = np.where(down >= up, scale, -scale).astype(jnp.bfloat16).astype(np.float32)
+        unit = block / scale
+        codes = np.clip(np.round(3 * count * unit / (2 + abs(unit))), -count, count - 1)
+        expected[:, start : start + 32] = scale * 2 * codes / (3 * count - abs(codes))
+    codes, scales = quantize(jnp.asarray(stack), bits)
+    assert scales.shape == (3, 3, 8)
+    back = adapprox_jax.dequantize(codes, scales, stack.shape)
+    np.testing.assert_allclose(back, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4])
@@ -100,50 +111,9 @@ def test_codes_may_be_those_nearest_to_the_average(dtype):
     assert np.any(state["stochastic"].mu["kernel"] != codes)
 
 
-@each_dtype
-def test_bytes(dtype):
-    per_parameter = BYTES[dtype]
-    shape = {"kernel": jax.ShapeDtypeStruct((512, 768), jnp.bfloat16)}
-    nbytes = adapprox_jax.state_nbytes(adapprox_jax.guided_ema(mu_dtype=dtype), shape)
-    assert nbytes == per_parameter * 512 * 768 + 8  # and the step and what is left of the start
-
-
-@pytest.mark.parametrize(
-    ("dtype", "guided"),
-    [
-        (jnp.int8, False),
-        (jnp.int4, True),
-        pytest.param(jnp.int8, True, marks=pytest.mark.slow),
-        pytest.param(jnp.int4, False, marks=pytest.mark.slow),
-    ],
-)
-def test_the_whole_chain_learns_and_survives_a_checkpoint(dtype, guided, tmp_path):
-    target = np.random.default_rng(1).normal(size=(64, 96)).astype(np.float32)
-    tx = adapprox_jax.adapprox(3e-2, mu_dtype=dtype, cosine_guidance=guided, weight_decay=0.0)
-    params = {"kernel": np.zeros((64, 96), np.float32)}
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state):
-        loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["kernel"] - target) ** 2))(params)
-        new, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, new), state, loss
-
-    for _ in range(150):
-        params, state, loss = step(params, state)
-    assert loss < 0.05
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        back = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
-    jax.tree.map(np.testing.assert_array_equal, back, state)
-
-
-@each_dtype
-def test_specs_of_parameters_map_over_the_state(dtype):
+def test_specs_of_parameters_map_over_the_state():
     """Codes and scales lie under the paths of their parameters, as sharding recipes ask for."""
-    tx = adapprox_jax.guided_ema(mu_dtype=dtype)
+    tx = adapprox_jax.guided_ema(mu_dtype="int5")
     state = optax.tree_map_params(tx, lambda leaf: leaf.ndim, tx.init(PARAMS))
     assert state.mu == {name: len(shape) for name, shape in SHAPES.items()}
     small = {name for name, scale in state.scale.items() if scale == optax.MaskedNode()}
@@ -152,18 +122,22 @@ def test_specs_of_parameters_map_over_the_state(dtype):
 
 
 @each_dtype
-def test_explicit_mesh(dtype):
-    """The same values as on one device, codes and scales sharded as the parameter."""
-    mesh = mesh_of((4,), ("data",), AxisType.Explicit)
-    params, tx = {"kernel": np.ones((256, 96))}, adapprox_jax.guided_ema(mu_dtype=dtype)
+@pytest.mark.parametrize("rows", [256, 72])
+def test_explicit_mesh(dtype, rows):
+    """The values of one device, sharded as the parameter; 3 blocks lie across the 4 devices."""
+    mesh, specs = (
+        mesh_of((4,), ("data",), AxisType.Explicit),
+        {"kernel": PartitionSpec("data", None)},
+    )
+    params, tx = {"kernel": np.ones((rows, 96))}, adapprox_jax.guided_ema(mu_dtype=dtype)
     expected, plain = jax.jit(tx.update)(updates(0, params), tx.init(params))
-    sharding = NamedSharding(mesh, PartitionSpec("data", None))
     with jax.set_mesh(mesh):
-        sharded = jax.tree.map(lambda x: jax.device_put(x, sharding), updates(0, params))
+        sharded = put(mesh, specs, updates(0, params))
         state = tx.init(sharded)
         actual, new = jax.jit(tx.update)(sharded, state)
+        assert jax.tree.map(jax.typeof, new) == jax.tree.map(jax.typeof, state)
         assert jax.typeof(new.mu["kernel"]).sharding.spec[0] == "data"
-        assert jax.typeof(new.scale["kernel"]).sharding.spec[0] == "data"
+        assert jax.typeof(new.scale["kernel"]).sharding.spec[0] == ("data" if rows == 256 else None)
     np.testing.assert_allclose(actual["kernel"], expected["kernel"], rtol=1e-6)
     np.testing.assert_array_equal(new.mu["kernel"], plain.mu["kernel"])
 
@@ -175,35 +149,14 @@ def test_arrays_without_entries(bits, shape):
     assert adapprox_jax.dequantize(codes, scales, shape).shape == shape
 
 
-def test_population():
-    tx = adapprox_jax.guided_ema(mu_dtype=jnp.int8)
-    stacked = jax.tree.map(lambda p: np.stack([p, 2 * p]), PARAMS)
-    actual, _ = jax.jit(lambda x: jax.vmap(tx.update)(x, jax.vmap(tx.init)(x)))(stacked)
-    step = jax.jit(lambda x: tx.update(x, tx.init(x)))
-    for i in range(2):
-        expected, _ = step(jax.tree.map(lambda x, i=i: x[i], stacked))
-        jax.tree.map(
-            lambda a, e, i=i: np.testing.assert_allclose(a[i], e, rtol=1e-6), actual, expected
-        )
-
-
 def test_bad_types_and_shapes_are_named():
     with pytest.raises(
         ValueError,
         match="mu_dtype is int16; allowed: None, floating-point types of 16 bits or more, 'int8'",
     ):
         adapprox_jax.guided_ema(mu_dtype=jnp.int16)
-    with pytest.raises(ValueError, match="mu_dtype is 'int3'; allowed"):
-        adapprox_jax.guided_ema(mu_dtype="int3")
-    for array in np.ones(2), jnp.ones(2):
-        with pytest.raises(ValueError, match="mu_dtype is an array; allowed"):
-            adapprox_jax.guided_ema(mu_dtype=array)
     with pytest.raises(ValueError, match="rounding is 'up'; allowed: 'stochastic', 'nearest'"):
         adapprox_jax.guided_ema(rounding="up")
-    with pytest.raises(ValueError, match="bits is 6; allowed: 8, 5, 4"):
-        quantize(jnp.ones(3), bits=6)
-    with pytest.raises(ValueError, match=r"array\.ndim is 0; allowed: at least 1"):
-        quantize(jnp.ones(()))
     tx = adapprox_jax.guided_ema(mu_dtype=jnp.int4)
     state = jax.jit(tx.init)(PARAMS)
     wrong = {**PARAMS, "kernel": np.ones((64, 90), np.float32)}
@@ -219,32 +172,13 @@ def test_bad_types_and_shapes_are_named():
             other.update(PARAMS, state)
     with pytest.raises(ValueError, match="has no codes; mu_dtype asks for codes of 4 bits"):
         tx.update(PARAMS, jax.jit(plain.init)(PARAMS))
-    codes, scales = quantize(jnp.ones(40))
-    with pytest.raises(ValueError, match=r"are int8 \(40,\), \(2,\); allowed for shape \(100,\): "):
-        adapprox_jax.dequantize(codes, scales, (100,))
-    with pytest.raises(ValueError, match=r"codes\.dtype is dtype\(bfloat16\); allowed"):
-        adapprox_jax.dequantize(scales, codes, (40,))
-
-
-@each_dtype
-def test_blocks_that_a_mesh_does_not_divide(dtype):
-    """Of 72 rows over four devices three blocks, which lie across the devices."""
-    mesh = mesh_of((4,), ("data",), AxisType.Explicit)
-    tx = adapprox_jax.guided_ema(mu_dtype=dtype)
-    with jax.set_mesh(mesh):
-        kernel = np.ones((72, 64), np.float32)
-        params = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("data", None)))
-        state = tx.init(params)
-        _, new = jax.jit(tx.update)(params, state)
-        assert jax.typeof(new.mu) == jax.typeof(state.mu)
-        assert jax.typeof(new.scale) == jax.typeof(state.scale)
 
 
 def test_within_shard_map_the_numbers_of_one_device_count(monkeypatch):
     """Where a TPU's compiler could fail, scales are made in memory; there arrays are parts."""
     monkeypatch.setattr(quantization, "_LARGE", 1000)
     mesh = mesh_of((8,), ("x",))
-    spec = jax.sharding.PartitionSpec("x")
+    spec = PartitionSpec("x")
 
     def decode(codes, scales):
         return quantization.dequantize(codes, scales, codes.shape)

@@ -1,7 +1,6 @@
 """S-RSI as linear algebra."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,6 @@ import adapprox_jax
 from adapprox_jax.linalg import orthonormalize
 from adapprox_jax.linalg import srsi as low_rank
 from adapprox_jax.linalg.products import contract, matmul, outer
-from adapprox_jax.linalg.tiles import in_tiles
 
 SPECTRA = {
     "geometric": lambda j: 0.9**j,
@@ -28,9 +26,6 @@ SPECTRA = {
 @functools.partial(jax.jit, static_argnums=1, static_argnames=("rotate", "orthogonalization"))
 def srsi(matrix, rank, seed, **keywords):
     return adapprox_jax.srsi(matrix, rank, jax.random.key(seed), **keywords)
-
-
-slow = pytest.mark.slow
 
 
 def with_spectrum(singular_values, shape, seed=0):
@@ -55,15 +50,7 @@ def orthonormality(q):
     return np.max(np.abs(q.T @ q - np.eye(q.shape[1])))
 
 
-@pytest.mark.parametrize(
-    ("orthogonalization", "ranks"),
-    [
-        ("qr", (9,)),
-        ("cholesky", (1, 24)),
-        pytest.param("qr", (1, 4, 24), marks=slow),
-        pytest.param("cholesky", (4, 9), marks=slow),
-    ],
-)
+@pytest.mark.parametrize(("orthogonalization", "ranks"), [("qr", (9,)), ("cholesky", (1, 24))])
 @pytest.mark.parametrize("spectrum", SPECTRA)
 def test_error_is_near_the_optimum(spectrum, orthogonalization, ranks):
     """At most 1.02 times the error of the SVD plus 1e-6 of the norm, at l = 5 and p = 5."""
@@ -74,31 +61,6 @@ def test_error_is_near_the_optimum(spectrum, orthogonalization, ranks):
         given = matrix.astype(np.float32)
         q, u = srsi(given, rank, rank, orthogonalization=orthogonalization)
         assert error(matrix, q, u) <= 1.02 * optimum + 1e-6 * np.linalg.norm(matrix), rank
-
-
-@pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
-@pytest.mark.parametrize(
-    ("shape", "rank"),
-    [
-        ((12, 16), 12),
-        ((16, 12), 5),
-        ((16, 12), 12),
-        *(pytest.param((12, 16), rank, marks=slow) for rank in (1, 2, 5, 11)),
-        *(pytest.param((16, 12), rank, marks=slow) for rank in (1, 2, 11)),
-    ],
-)
-def test_q_is_orthonormal_at_every_rank(shape, rank, orthogonalization):
-    matrix = with_spectrum(0.5 ** np.arange(12.0), shape).astype(np.float32)
-    q, u = srsi(matrix, rank, 0, rotate=True, orthogonalization=orthogonalization)
-    assert q.shape == (shape[0], rank)
-    assert u.shape == (shape[1], rank)
-    assert orthonormality(q) <= 1e-5
-
-
-def test_u_is_the_projection():
-    matrix = with_spectrum(0.8 ** np.arange(12.0), (16, 12)).astype(np.float32)
-    q, u = srsi(matrix, 5, 0, rotate=True, orthogonalization="cholesky")
-    np.testing.assert_allclose(u, matrix.T @ np.asarray(q), atol=1e-5)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 3])
@@ -113,13 +75,6 @@ def test_there_are_as_many_iterations_as_asked(iterations):
         matrix.astype(np.float32), 3, 0, power_iterations=iterations, oversampling=0
     )
     np.testing.assert_allclose(q @ q.T, basis @ basis.T, atol=1e-5)
-
-
-def test_columns_stand_in_order_of_their_singular_values():
-    singular_values = 0.7 ** np.arange(12.0)
-    matrix = with_spectrum(singular_values, (16, 12)).astype(np.float32)
-    _, u = srsi(matrix, 5, 0, rotate=True, orthogonalization="cholesky")
-    np.testing.assert_allclose(np.linalg.norm(u, axis=0), singular_values[:5], rtol=1e-3)
 
 
 @pytest.mark.parametrize("width", [2, 16])
@@ -144,61 +99,34 @@ def test_parallel_columns_are_turned_into_one(width, breaks_down, monkeypatch):
 
 
 # Shape, rank, whether to rotate, and how to orthonormalize: what a program is compiled for.
-EVERY_PROGRAM = list(
-    itertools.product(
-        [(1, 1), (1, 7), (7, 1), (16, 12)], [1, 5, 12], [True, False], ["qr", "cholesky"]
-    )
-)
-SOME_PROGRAMS = [
+PROGRAMS = [
     ((1, 1), 1, True, "cholesky"),
     ((1, 7), 1, True, "qr"),
     ((7, 1), 1, False, "cholesky"),
     ((16, 12), 5, True, "qr"),
-    ((16, 12), 5, True, "cholesky"),
+    ((12, 16), 5, True, "cholesky"),
     ((16, 12), 5, False, "cholesky"),
     ((16, 12), 12, True, "qr"),
     ((16, 12), 12, True, "cholesky"),
 ]
 
 
-@pytest.mark.parametrize("programs", [SOME_PROGRAMS, pytest.param(EVERY_PROGRAM, marks=slow)])
-def test_nothing_is_ever_non_finite(programs):
-    """Shapes, ranks, scales from 1e-20 to 1e10, zero and rank-deficient matrices."""
-
-    @settings(max_examples=60, deadline=None)
-    @given(
-        st.sampled_from(programs),
-        st.floats(-20, 10),
-        st.integers(0, 12),
-        st.integers(0, 2**31 - 1),
-    )
-    def check(program, exponent, deficit, seed):
-        shape, rank, rotate, method = program
-        rng = np.random.default_rng(seed)
-        true_rank = max(min(shape) - deficit, 0)
-        matrix = rng.normal(size=(shape[0], true_rank)) @ rng.normal(size=(true_rank, shape[1]))
-        matrix = (np.abs(matrix) * 10.0**exponent).astype(np.float32)
-        rank = min(rank, *shape)
-        q, u = srsi(matrix, rank, seed, rotate=rotate, orthogonalization=method)
-        assert np.all(np.isfinite(q))
-        assert np.all(np.isfinite(u))
-        assert orthonormality(q) <= 1e-5
-        if rank == min(shape):
-            assert error(matrix.astype(np.float64), q, u) <= 1e-4 * np.linalg.norm(matrix) + 1e-30
-
-    check()
-
-
-def test_normalization_is_exact_and_of_any_scale():
-    normalize = jax.jit(low_rank.normalize)
-    for scale in (1e-30, 1e-20, 1.0, 3e38):
-        matrix = (np.random.default_rng(0).uniform(size=(3, 4)) * scale).astype(np.float32)
-        unit, by = map(np.asarray, normalize(matrix))
-        assert 0.5 <= np.max(unit) < 4
-        np.testing.assert_array_equal(unit * by, matrix)
-    unit, by = normalize(np.zeros((3, 4), np.float32))
-    assert float(by) == 1
-    assert not np.any(unit)
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(PROGRAMS), st.floats(-20, 10), st.integers(0, 12), st.integers(0, 2**31 - 1))
+def test_q_is_orthonormal_and_u_the_projection(program, exponent, deficit, seed):
+    """Of scales from 1e-20 to 1e10, of zero and rank-deficient matrices."""
+    shape, rank, rotate, method = program
+    rng = np.random.default_rng(seed)
+    true_rank = max(min(shape) - deficit, 0)
+    matrix = rng.normal(size=(shape[0], true_rank)) @ rng.normal(size=(true_rank, shape[1]))
+    matrix = (np.abs(matrix) * 10.0**exponent).astype(np.float32)
+    q, u = srsi(matrix, rank, seed, rotate=rotate, orthogonalization=method)
+    assert orthonormality(q) <= 1e-5
+    matrix = matrix.astype(np.float64)
+    most = np.linalg.norm(matrix) + 1e-26
+    assert np.linalg.norm(u - matrix.T @ np.asarray(q, np.float64)) <= 1e-5 * most
+    if rank == min(shape):
+        assert error(matrix, q, u) <= 1e-4 * most
 
 
 DEPENDENT = {
@@ -221,35 +149,33 @@ def cholesky_basis(matrix, rounds=orthonormalize.ROUNDS):
 
 @pytest.mark.parametrize("case", DEPENDENT)
 def test_cholesky_needs_no_fallback(case):
-    """Orthonormal to rounding, and the span holds the columns."""
+    """Orthonormal to rounding, and the span holds the columns.
+
+    With too few rounds columns are shorter: a second moment may then be underestimated for a step,
+    but is never multiplied.
+    """
     matrix = DEPENDENT[case](np.random.default_rng(0).normal(size=(40, 12)))
     basis = cholesky_basis(matrix)
     assert orthonormality(basis) <= 2e-6
     left_out = np.linalg.norm(matrix - basis @ (basis.T @ matrix))
     assert left_out <= 1e-5 * np.linalg.norm(matrix)
+    for rounds in (1, 2):
+        stretches = np.linalg.svd(cholesky_basis(matrix, rounds), compute_uv=False)
+        assert stretches[0] <= 1 + 1e-5  # the shift is 6e-6, and rounding
 
 
 def test_columns_that_add_up_to_zero_become_orthonormal():
     """The entries of their Gram matrix are near those of the identity, and it is singular."""
-    for width in range(3, 13):
+    for width in (3, 7, 12):
         columns = np.linalg.qr(np.random.default_rng(width).normal(size=(40, width)))[0]
         assert orthonormality(cholesky_basis(columns @ (np.eye(width) - 1 / width))) <= 2e-6
 
 
-@pytest.mark.parametrize("width", [13, pytest.param(69, marks=slow), 261])
+@pytest.mark.parametrize("width", [13, 261])
 def test_fixed_rounds_are_enough_for_any_columns_and_few_for_independent_ones(width):
     matrix = np.random.default_rng(0).normal(size=(768, width))
     assert orthonormality(cholesky_basis(matrix, orthonormalize.WARM_ROUNDS)) <= 2e-6
     assert orthonormality(cholesky_basis(matrix * 0.5 ** np.arange(width))) <= 2e-6
-
-
-@pytest.mark.parametrize("case", DEPENDENT)
-def test_too_few_rounds_make_columns_shorter_and_never_longer(case):
-    """So that a second moment may be underestimated for a step, but is never multiplied."""
-    matrix = DEPENDENT[case](np.random.default_rng(0).normal(size=(40, 12)))
-    for rounds in (1, 2):
-        stretches = np.linalg.svd(cholesky_basis(matrix, rounds), compute_uv=False)
-        assert stretches[0] <= 1 + 1e-5  # the shift is 6e-6, and rounding
 
 
 def test_many_matrices_are_orthonormalized_as_each_alone():
@@ -263,34 +189,9 @@ def test_many_matrices_are_orthonormalized_as_each_alone():
             np.testing.assert_allclose(basis, cholesky_basis(one), atol=2e-5)
 
 
-@pytest.mark.parametrize("tiles", [1, 6])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_products_are_the_same_in_tiles_and_along_both_axes(axis, tiles):
-    rng = np.random.default_rng(0)
-    matrix, x, y = (rng.normal(size=s).astype(np.float32) for s in ((18, 48), (48, 5), (18, 5)))
-
-    def products(cut, whole):
-        held, of_rows = cut
-        q, u = (of_rows, whole) if axis == 0 else (whole, of_rows)
-        residual = jnp.sum(jnp.square(held - outer(q, u, axis)))
-        return contract(held, u, 1 - axis), contract(held, q, axis), residual, 2 * held
-
-    @jax.jit
-    def all_products(matrix, x, y):
-        held, of_rows, whole = (matrix, y, x) if axis == 0 else (matrix.T, x, y)
-        return in_tiles(products, tiles, (held, of_rows), whole)
-
-    image, projection, energy, twice = all_products(matrix, x, y)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-4)
-    close(image, matrix @ x)
-    close(projection, matrix.T @ y)
-    close(energy, np.linalg.norm(matrix - y @ x.T) ** 2)
-    close(twice, 2 * (matrix if axis == 0 else matrix.T))
-
-
 @pytest.mark.parametrize(
     ("singular_values", "columns", "width", "iterations"),
-    [(np.geomspace(1, 1e-4, 24), 40, 17, 3), (0.5 ** np.arange(192.0), 256, 128, 1)],
+    [(np.geomspace(1, 1e-4, 24), 40, 17, 3), (0.5 ** np.arange(96.0), 128, 64, 1)],
     ids=["converged", "first-step"],
 )
 def test_the_errors_at_every_rank_are_those_of_the_residuals(
@@ -325,10 +226,6 @@ def test_the_errors_at_every_rank_are_those_of_the_residuals(
     best = np.sqrt(np.cumsum(np.linalg.svd(image, compute_uv=False)[::-1] ** 2)[::-1])
     best = np.sqrt(np.append(best[1:], 0) ** 2 + float(residual)) / np.linalg.norm(matrix)
     np.testing.assert_allclose(true[seen], best[seen], rtol=1e-3, atol=2.0**-23)
-
-
-def test_a_zero_matrix_has_no_error():
-    assert low_rank.tail_error(jnp.zeros(3), jnp.zeros(()), 1) == 0
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])

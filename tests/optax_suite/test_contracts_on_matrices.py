@@ -4,7 +4,6 @@ These are the contracts whose problem can be set. Tests of wrappers have matrice
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ SETTINGS = {
     "adaptive": dict(min_dim_size_to_factor=1, initial_rank=1, max_rank=6, error_threshold=0.1),
     "paper": adapprox_jax.PAPER,
 }
-CONVERGENCE = "test_optimizers"
 ON_A_SETUP = [
     "test_optimizers_accept_extra_args",
     "test_state_shape_dtype_shard_stability",
@@ -32,18 +30,6 @@ ON_A_SETUP = [
 # It compares entries of updates at a relative 1e-6. Nesterov's momentum is a sum in which some
 # entries cancel, and two programs round its terms in their own ways.
 OF_TWO_PROGRAMS = ON_A_SETUP[-1]
-# Of the adaptive rank: what tests beside this suite prove on smaller programs is slow here, as are
-# other types than float32, which tests/step/test_numbers.py traces.
-PROVEN_ELSEWHERE = {
-    "test_optimizers_accept_extra_args",  # in tests/test_composition.py
-    "test_optimizers_accept_learning_rate_schedule_if_type_annotated_as_such",  # there too
-}
-
-slow = pytest.mark.slow
-fixed_setting = pytest.mark.parametrize(
-    "settings",
-    [pytest.param(SETTINGS[name], id=name, marks=[slow] * (name != "fixed")) for name in SETTINGS],
-)
 
 
 def quadratic(*shapes):
@@ -103,19 +89,21 @@ def adapprox(monkeypatch):
 
 
 def cases():
-    """The contracts whose problem can be set, with settings and the types asked for."""
-    for contract, setting in itertools.product(ON_A_SETUP, SETTINGS):
-        for dtype in PARAMETERS[contract].get("dtype", [None]):
-            parameters = {name: values[0] for name, values in PARAMETERS[contract].items()}
-            parameters |= {"dtype": dtype} if dtype else {}
-            proven = contract in PROVEN_ELSEWHERE or dtype not in (None, jnp.float32)
-            is_slow = setting == "paper" or (setting == "adaptive" and proven)
-            given = SETTINGS[setting]
-            if contract == OF_TWO_PROGRAMS:
-                given = {**given, "nesterov": False}
-            label = "-".join([contract, *([dtype.__name__] if dtype else []), setting])
-            marks = [slow] * is_slow + marks_of(dtype)
-            yield pytest.param(contract, parameters, given, id=label, marks=marks)
+    """The contracts whose problem can be set, with the types asked for.
+
+    Of the adaptive rank tests of wrappers prove the others on smaller programs.
+    """
+    of_fixed = [
+        (contract, "fixed", dtype)
+        for contract in ON_A_SETUP
+        for dtype in PARAMETERS[contract].get("dtype", [None])
+    ]
+    for contract, name, dtype in (*of_fixed, (ON_A_SETUP[1], "adaptive", jnp.float32)):
+        parameters = {key: values[0] for key, values in PARAMETERS[contract].items()}
+        parameters |= {"dtype": dtype} if dtype else {}
+        settings = {**SETTINGS[name], "nesterov": contract != OF_TWO_PROGRAMS}
+        label = "-".join([contract, *([dtype.__name__] if dtype else []), name])
+        yield pytest.param(contract, parameters, settings, id=label, marks=marks_of(dtype))
 
 
 @pytest.mark.parametrize(("contract", "parameters", "settings"), list(cases()))
@@ -126,40 +114,21 @@ def test_contract(contract, parameters, settings, adapprox, monkeypatch):
     run_contract(contract, settings, **parameters)
 
 
-def run_convergence(monkeypatch, settings, target, steps):
-    """The suite's convergence within some of its 30,000 steps, at a constant rate."""
+@pytest.mark.parametrize(
+    ("name", "target", "steps"),
+    [
+        ("fixed", quadratic((24, 16), VECTOR), 3_000),
+        ("adaptive", rosenbrock(24, 16), 12_000),  # a curved valley, which asks more of it
+        pytest.param("paper", quadratic(LONG, VECTOR), 30_000, marks=pytest.mark.slow),
+    ],
+    ids=["fixed", "adaptive", "paper"],
+)
+def test_converges(name, target, steps, adapprox, monkeypatch):
+    """To the optimum, within some of the suite's 30,000 steps, at a constant rate."""
     scan = jax.lax.scan
 
     def shorter(f, init, xs=None, length=None, **keywords):
         return scan(f, init, xs, steps if length == 30_000 else length, **keywords)
 
     monkeypatch.setattr(jax.lax, "scan", shorter)
-    run_contract(CONVERGENCE, settings, target=target, dtype="float32")
-
-
-@fixed_setting  # of the adaptive rank the curved valley, which asks more of it
-@pytest.mark.parametrize(
-    ("target", "steps"),
-    [
-        pytest.param(quadratic((24, 16), VECTOR), 3_000, id="quadratic-24x16"),
-        pytest.param(quadratic(SHORT, VECTOR), 30_000, id="quadratic-64x48", marks=slow),
-        pytest.param(quadratic(LONG, VECTOR), 30_000, id="quadratic-48x200", marks=slow),
-    ],
-)
-def test_converges(target, steps, settings, adapprox, monkeypatch):
-    """The end is the optimum of a function of matrices."""
-    run_convergence(monkeypatch, settings, target, steps)
-
-
-@pytest.mark.parametrize(
-    ("settings", "shape", "steps"),
-    [
-        ("adaptive", (24, 16), 12_000),
-        pytest.param("adaptive", SHORT, 30_000, marks=slow),
-        pytest.param("fixed", SHORT, 30_000, marks=slow),
-    ],
-    ids=str,
-)
-def test_converges_in_a_curved_valley(settings, shape, steps, adapprox, monkeypatch):
-    """The same on Rosenbrock's function, with the root factored."""
-    run_convergence(monkeypatch, SETTINGS[settings], rosenbrock(*shape), steps)
+    run_contract("test_optimizers", SETTINGS[name], target=target, dtype="float32")

@@ -15,7 +15,7 @@ from adapprox_jax.linalg.newton_schulz import newton_schulz
 from adapprox_jax.step import platform
 from adapprox_jax.transforms.orthogonalize import _batches
 from tests import reference, reference_muon
-from tests.common import run
+from tests.common import program_of, run, temporaries
 from tests.step.test_phases import branches, gradients
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
@@ -86,21 +86,9 @@ def test_rounds_are_as_many_as_asked_for():
     np.testing.assert_allclose(-size * actual["wide"], expected["wide"], rtol=1e-4, atol=1e-6)
 
 
-def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
-    tx = adapprox_jax.orthogonalize()
-    (grads,) = gradients(1, {name: SHAPES[name] for name in ("wide", "tall", "stack")})
-    expected, _ = tx.update(grads, tx.init(grads))
-    monkeypatch.setattr(platform, "CPU", at_once(2 * 24 * 40))
-    actual, _ = tx.update(grads, tx.init(grads))
-    for name in grads:
-        np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
-    stacks = [np.ones((size, 24, 40), np.float32) for size in (1, 1, 3, 1, 1, 1)]
-    assert _batches(stacks, [[i] for i in range(6)], 2) == [[0, 1], [2], [3, 4], [5]]
-
-
 @pytest.mark.all_platforms
-def test_a_long_stack_is_compiled_once(monkeypatch):
-    """In a loop over batches."""
+def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
+    """Of a long stack in a loop, which is compiled once."""
     tx = adapprox_jax.orthogonalize()
     (grads,) = gradients(1, {"stack": (83, 24, 40), "one": (24, 40), "short": (3, 40, 24)})
     expected, _ = tx.update(grads, tx.init(grads))
@@ -113,6 +101,8 @@ def test_a_long_stack_is_compiled_once(monkeypatch):
         traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
         return str(traced).count("optimization_barrier")
 
+    stacks = [np.ones((size, 24, 40), np.float32) for size in (1, 1, 3, 1, 1, 1)]
+    assert _batches(stacks, [[i] for i in range(6)], 2) == [[0, 1], [2], [3, 4], [5]]
     # On CPUs of the stack in a loop, of its rest and of two others; on GPUs and TPUs of two shapes,
     # of which one waits.
     assert iterations() == 4 + 3 + 3
@@ -126,8 +116,6 @@ def test_means_of_neurons_are_of_their_own_leaves():
     )
     with pytest.raises(ValueError, match=r"'w'.*means of shape \(4, 1\); expected \(1, 6\)"):
         rows.update(params, columns.init(params))
-    with pytest.raises(TypeError, match=r"'w'.*the update has type int32; allowed: real"):
-        columns.update({"w": jnp.ones((4, 6), jnp.int32)}, columns.init(params))
 
 
 def test_a_leaf_without_matrices_is_refused_by_name():
@@ -169,7 +157,7 @@ def test_without_second_moment_it_is_muon():
 
 KEY = 3
 FACTORED = reference.Settings(
-    k_init=4, k_max=4, l=1, p=0, warm_start=True, root=True, b1=0.0, b2=0.95, clip=None
+    k_init=4, k_max=4, l=1, p=0, warm_start=True, root=True, b1=0.0, b2=0.95, clip=None, eps=0.1
 )
 CASES = {
     "exact, as AdaMuon": (
@@ -178,20 +166,14 @@ CASES = {
     ),
     "low rank": (
         reference_muon.Settings(factored=FACTORED),
-        dict(second_moment=True, max_rank=4, min_dim_size_to_factor=1),
+        dict(second_moment=True, max_rank=4, min_dim_size_to_factor=1, eps=0.1),
     ),
-    "by neurons, as NorMuon": (
-        reference_muon.Settings(neurons=1),
-        {},
-    ),
+    "by neurons, as NorMuon": (reference_muon.Settings(neurons=1, eps=0.1), dict(eps=0.1)),
     "without Nesterov's momentum": (
         reference_muon.Settings(exact=True, nesterov=False),
         dict(second_moment=True, min_dim_size_to_factor=10**6, nesterov=False),
     ),
-    "without an average": (
-        reference_muon.Settings(b1=0.0, neurons=1),
-        dict(b1=0.0),
-    ),
+    "without an average": (reference_muon.Settings(b1=0.0, neurons=1), dict(b1=0.0)),
 }
 
 
@@ -223,12 +205,9 @@ def test_the_library_follows_the_reference(s, keywords, tall):
     ("rate", "mu_dtype", "b1"),
     [
         (1e-3, None, 0.95),
-        (6e-3, None, 0.925),
         (6e-3, jnp.int8, 0.925),
         (6e-3, jnp.int4, 0.9),
-        (6e-3, "int4", 0.9),
         (1.2e-2, "int4", 0.85),
-        (0.1, None, 0.8),
         (-1.0, None, 0.8),
     ],
 )
@@ -295,17 +274,6 @@ def test_everything_else_is_adapprox(nesterov):
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), one, other)
 
 
-@pytest.mark.parametrize("second_moment", ["neurons", True])
-def test_updates_have_a_root_mean_square_of_a_fifth_at_any_scale_of_the_gradients(second_moment):
-    tx = adapprox_jax.adapprox_muon(
-        1.0, weight_decay=0.0, second_moment=second_moment, min_dim_size_to_factor=1
-    )
-    for scale in (1e-15, 1e15):
-        grads = [{"w": scale * g["wide"]} for g in gradients(3, SHAPES)]
-        updates = run(tx, grads)[0][-1]["w"]
-        np.testing.assert_allclose(np.sqrt(np.mean(np.square(updates))), 0.2, rtol=1e-4)
-
-
 def test_few_bits_follow_the_average_in_full():
     """Of noise alone, the hardest case: orthogonal directions weigh small and large ones alike."""
     shapes = {"w": (64, 96)}
@@ -318,52 +286,14 @@ def test_few_bits_follow_the_average_in_full():
         assert cosine > least, bits
 
 
-def test_without_averages_no_bytes_are_kept_for_them():
-    params = {"embedding": jnp.ones((512, 64)), "mlp": jnp.ones((64, 256))}
-    tx = adapprox_jax.adapprox_muon(1e-2, b1=0.0, adapprox_b1=0.0, mu_dtype="int8")
-    of_factors, of_neurons = 4 * (512 + 64) * 8, 4 * 256
-    assert adapprox_jax.state_nbytes(tx, params) <= of_factors + of_neurons + 64  # and counts
-
-
 # --------------------------------------------------------------------------------- which leaves
 
 
-HIDDEN = {
-    "blocks/0/attention/query/kernel": (64, 64),
-    "transformer/~/multi_head_attention/w": (64, 192),
-    "MultiHeadDotProductAttention_0/out/kernel": (64, 64),
-    "layers/mlp/kernel": (12, 64, 256),
-    "norm_mlp/kernel": (64, 64),
-    "attention_head_0/w": (64, 64),
-    "w": (64, 64),
-}
-NOT_HIDDEN = {
-    "wte": (512, 64),
-    "tokens/embedding": (512, 64),
-    "TokenEmbed_0/table": (64, 64),
-    "lm_head/kernel": (64, 512),
-    "head": (64, 64),
-    "layers/norm_1/scale": (12, 64),
-    "layers/LayerNorm_0/g": (12, 64),
-    "layers/bias": (12, 64),
-    "out/kernel": (64, 2048),
-    "conv": (3, 3, 3, 64),
-    "b": (24, 256),
-    "LMHead/kernel": (64, 64),
-    "vector": (64,),
-}
-
-
-def test_hidden_matrices_are_known_by_name_and_shape():
-    params = {name: jnp.zeros(shape) for name, shape in (HIDDEN | NOT_HIDDEN).items()}
-    hidden = adapprox_jax.hidden_matrices(params)
-    assert {name for name, is_hidden in hidden.items() if is_hidden} == set(HIDDEN)
-    report = adapprox_jax.muon_report(params)
-    assert {path for path, what in report.items() if what.startswith("orthogonalized")} == {
-        f"['{name}']" for name in HIDDEN
-    }
-    assert report["['lm_head/kernel']"] == "adapprox: 'lm_head' names an embedding or a head"
-    assert report["['out/kernel']"].endswith("64 x 2048, as long as an embedding or a head")
+def test_hidden_matrices_are_known_by_their_names():
+    hidden = {"w", "norm_mlp/kernel", "attention_head_0/w", "transformer/~/multi_head_attention/w"}
+    others = {"head", "wte", "lm_head/kernel", "LMHead/kernel", "TokenEmbed_0/table"}
+    chosen = adapprox_jax.hidden_matrices(dict.fromkeys(hidden | others, jnp.zeros((64, 64))))
+    assert {name for name, is_hidden in chosen.items() if is_hidden} == hidden
 
 
 def test_a_selection_is_a_tree_or_a_function():
@@ -396,18 +326,13 @@ def test_a_selection_that_does_not_fit_is_refused(chosen, message):
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("b1", -0.1),
         ("b1", 1.0),
         ("adapprox_b1", 1.5),
-        ("b2", 2),
         ("b2", adapprox_jax.increasing_decay()),
         ("nesterov", "no"),
         ("newton_schulz_steps", 0),
         ("second_moment", 8),
         ("adapprox_learning_rate_scale", 0.0),
-        ("weight_decay", -1),
-        ("max_rank", 0),
-        ("mu_dtype", "int2"),
     ],
 )
 def test_bad_arguments_are_named(argument, value):
@@ -448,24 +373,6 @@ def test_leaves_without_entries_pass():
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize(("mu_dtype", "second_moment"), [(None, "neurons"), ("int5", True)])
-def test_a_state_survives_a_checkpoint(mu_dtype, second_moment, tmp_path):
-    checkpoint = pytest.importorskip("orbax.checkpoint")
-    params = {"w": jnp.ones((64, 96)), "wte": jnp.ones((512, 64)), "bias": jnp.ones(96)}
-    tx = adapprox_jax.adapprox_muon(1e-2, mu_dtype=mu_dtype, second_moment=second_moment)
-    (grads,) = gradients(1, {name: x.shape for name, x in params.items()})
-    update = jax.jit(tx.update)
-    _, state = update(grads, tx.init(params), params)
-    with checkpoint.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        back = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: state))
-    jax.tree.map(np.testing.assert_array_equal, back, state)
-    jax.tree.map(
-        np.testing.assert_array_equal, update(grads, back, params), update(grads, state, params)
-    )
-
-
 @pytest.mark.parametrize("second_moment", ["neurons", True])
 def test_boxes_and_injected_hyperparameters(second_moment):
     nn = pytest.importorskip("flax.linen")
@@ -492,8 +399,7 @@ def test_boxes_and_injected_hyperparameters(second_moment):
 def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second_moment):
     params = {"w": jnp.zeros((70, 90)), "v": jnp.zeros((70, 90)), "bias": jnp.zeros(90)}
     tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4", second_moment=second_moment)
-    traced = jax.jit(tx.update).trace(params, jax.eval_shape(tx.init, params), params)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = program_of(tx, params, "cuda")
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     of_both = [line for line in products if "tensor<2x70x90xbf16>" in line]
     assert of_both, "matrices of one shape are worked on together"
@@ -505,10 +411,13 @@ def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second
 def test_matrices_of_different_shapes_wait_for_each_other():
     """Of eight little more is in memory at once than of one."""
 
-    def temporaries(count):
-        leaves = {i: jax.ShapeDtypeStruct((256 + 8 * i, 512), jnp.float32) for i in range(count)}
-        tx = adapprox_jax.orthogonalize()
-        step = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0], donate_argnums=0)
-        return step.lower(leaves).compile().memory_analysis().temp_size_in_bytes
-
-    assert temporaries(8) < 2 * temporaries(1)  # without waiting six times as much
+    tx = adapprox_jax.orthogonalize()
+    one, eight = (
+        temporaries(
+            lambda updates: tx.update(updates, optax.EmptyState())[0],
+            [jax.ShapeDtypeStruct((256 + 8 * i, 512), jnp.float32) for i in range(count)],
+            donate_argnums=0,
+        )
+        for count in (1, 8)
+    )
+    assert eight < 2 * one  # without waiting six times as much

@@ -9,6 +9,8 @@ import optax
 import pytest
 
 import adapprox_jax
+from tests import common
+from tests.step.second_moments import beside_exact
 
 KEY = jax.random.key(0)
 srsi = jax.jit(
@@ -34,10 +36,6 @@ def run(tx, grads, params=None):
     for grad in grads:
         updates, state = update(grad, state, params)
         yield updates, state
-
-
-def jitted(tx):
-    return optax.GradientTransformation(tx.init, jax.jit(tx.update))
 
 
 NUMBERS = {"b2": 0.999, "eps": 1e-8, "error_threshold": 0.01}
@@ -104,14 +102,6 @@ def test_3_low_rank_products_go_below_zero_and_are_cut_off(approximate):
     kept = np.maximum(product, 0) ** (2 if approximate == "root" else 1)
     expected = grad / np.sqrt(0.5 * kept + 0.5 * grad.astype(np.float64) ** 2)
     np.testing.assert_allclose(updates, expected, rtol=1e-4)
-
-
-@pytest.mark.parametrize("rank", [4, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
-def test_3_no_update_exceeds_that_of_the_newest_gradient_alone(rank):
-    """Without the cut the root is NaN or zero, and the update g / eps."""
-    tx = small(max_rank=rank, approximate="moment")
-    for updates, _ in run(tx, gradients((24, 40), 40)):
-        assert np.max(np.abs(updates)) <= 1.001 / np.sqrt(1 - 0.999)
 
 
 # 4. The guidance divides by eps at the first step.
@@ -187,25 +177,42 @@ def test_7_oversampling_with_rotation_lowers_the_error():
 # 8. xi sees one step only.
 
 
-@pytest.mark.parametrize("approximate", ["moment", "root"])
-def test_8_drift_bounds_the_distance_that_the_error_does_not_see(approximate):
-    """1,000 steps against the exact second moment; also that the bound is of use."""
-    shape, rank = (64, 64), 4
-    tx = small(max_rank=rank, approximate=approximate)
-    exact, error_seen, grads = np.zeros(shape), [], gradients(shape, 1000)
-    states = run(tx, [{"w": grad} for grad in grads])  # a tree, as in the next test but one
-    for t, (grad, (_, state)) in enumerate(zip(grads, states, strict=True), start=1):
-        exact = 0.999 * exact + 0.001 * grad.astype(np.float64) ** 2
-        if t % 50 == 0:
-            target = np.sqrt(exact) if approximate == "root" else exact
-            q, u = (np.asarray(factor["w"], np.float64) for factor in (state.q, state.u))
-            distance = np.linalg.norm(np.maximum(q @ u.T, 0) - target)
-            assert distance <= float(state.drift[0])
-            error_seen.append((distance / np.linalg.norm(target), float(state.error[0])))
-    distance, error = error_seen[-1]
-    assert error < 0.01 < 0.2 < distance
-    drift = float(state.drift[0]) / np.linalg.norm(q @ u.T)
-    assert drift < (4 if approximate == "moment" else 6) * distance
+ADAPTIVE = dict(
+    approximate="moment", initial_rank=1, max_rank=8, error_threshold=1e-3, rank_interval=1
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        (dict(approximate="moment", max_rank=4), 1000),
+        (dict(approximate="root", max_rank=4), 1000),
+        pytest.param(dict(approximate="root", max_rank=4), 100_000, marks=pytest.mark.slow),
+        pytest.param(ADAPTIVE, 100_000, marks=pytest.mark.slow),
+    ],
+)
+def test_8_drift_bounds_the_distance_that_the_error_does_not_see(settings, steps):
+    """Beside the exact second moment; also that the bound is of use."""
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
+    is_root, sizes = settings["approximate"] == "root", lognormal((64, 64))
+
+    def gradient_at(t):
+        # In a long run the sizes turn slowly, so that the factors have something to follow.
+        turned = jnp.roll(sizes, t // 5000, axis=0)
+        return turned * jax.random.normal(jax.random.fold_in(KEY, t), (64, 64))
+
+    for state, kept, exact in beside_exact(tx, gradient_at, steps):
+        target = np.sqrt(exact) if is_root else exact
+        distance = np.linalg.norm(kept - target)
+        assert distance <= 1.001 * float(state.drift[0])
+        assert 1 <= int(state.rank[0]) <= settings["max_rank"]
+    relative = distance / np.linalg.norm(target)
+    assert relative < 0.8  # it is a second moment still
+    if steps == 1000:
+        assert float(state.error[0]) < 0.01 < 0.2 < relative
+        product = np.asarray(state.q, np.float64) @ np.asarray(state.u, np.float64).T
+        drift = float(state.drift[0]) / np.linalg.norm(product)
+        assert drift < (6 if is_root else 4) * relative
 
 
 @pytest.mark.parametrize(
@@ -213,8 +220,6 @@ def test_8_drift_bounds_the_distance_that_the_error_does_not_see(approximate):
     [
         ("root", dict(max_rank=4)),
         ("moment", dict(initial_rank=3, max_rank=12)),
-        pytest.param("moment", dict(max_rank=4), marks=pytest.mark.slow),
-        pytest.param("root", dict(initial_rank=3, max_rank=12), marks=pytest.mark.slow),
     ],
 )
 def test_8_one_step_adds_what_it_left_out_to_what_remains_of_the_drift(approximate, settings):
@@ -247,10 +252,7 @@ def test_8_reported_drift_is_relative():
     assert info.drift > info.error
 
 
-@pytest.mark.parametrize(
-    ("small_part", "dtype"),
-    [*((part, None) for part in (1e-1, 1e-2, 1e-3, 1e-4)), (1e-2, jnp.bfloat16)],
-)
+@pytest.mark.parametrize(("small_part", "dtype"), [(1e-4, None), (1e-2, jnp.bfloat16)])
 def test_8_error_in_the_state_is_that_of_its_own_factors(small_part, dtype):
     """To 1 percent, of a second moment that is rank 4 and a small rest."""
     rng = np.random.default_rng(0)
@@ -269,14 +271,11 @@ def test_8_error_in_the_state_is_that_of_its_own_factors(small_part, dtype):
 
 
 def test_9_vectors_and_scalars_keep_a_dense_second_moment():
-    params = {"vector": jnp.zeros(300), "scalar": jnp.zeros(()), "row": jnp.zeros((1, 300))}
-    tx = small(bias_correction=True)
-    adam = optax.scale_by_adam(b1=0.0)
     rng = np.random.default_rng(0)
-    grads = [jax.tree.map(lambda p: np.asarray(rng.normal(size=p.shape)), params) for _ in range(5)]
-    for (actual, state), (expected, _) in zip(
-        run(tx, grads), run(jitted(adam), grads), strict=True
-    ):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
-        assert state.nu["vector"].shape == (300,)
-        assert state.q["vector"] == optax.MaskedNode()
+    shapes = {"vector": (300,), "scalar": (), "row": (1, 300)}
+    grads = [{k: np.float32(rng.normal(size=x)) for k, x in shapes.items()} for _ in range(5)]
+    actual, state = common.run(adapprox_jax.scale_by_adapprox(bias_correction=True), grads)
+    expected, _ = common.run(optax.scale_by_adam(b1=0.0), grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), actual, expected)
+    assert state.nu["vector"].shape == (300,)
+    assert state.q["vector"] == optax.MaskedNode()

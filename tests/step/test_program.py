@@ -8,18 +8,15 @@ import numpy as np
 import pytest
 
 import adapprox_jax
+from tests.common import program_of
 
+MATRIX = jax.ShapeDtypeStruct((70, 90), jnp.float32)
 SETTINGS = {
     "fixed": dict(max_rank=4),
     "adaptive": dict(initial_rank=1, max_rank=12, error_threshold=0.1),
     "moment": dict(max_rank=4, approximate="moment"),
     "4 bits": dict(max_rank=4, mu_dtype=jnp.int4),
 }
-
-# Between two choices a rank that adapts takes the way of a fixed one.
-each_rank = pytest.mark.parametrize(
-    "name", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"]
-)
 
 
 def compilations(function):
@@ -38,13 +35,8 @@ def compilations(function):
     return len(seen)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fixed", "moment")),
-        *("adaptive", "4 bits"),
-    ],
-)
+# Between two choices a rank that adapts takes the way of a fixed one.
+@pytest.mark.parametrize("name", ["adaptive", "4 bits"])
 def test_an_update_outside_of_jit_compiles_once_for_each_shape(name):
     """And another optimizer with equal settings compiles nothing, as under inject_hyperparams."""
     params = {"a": jnp.ones((70, 90)), "b": jnp.ones((70, 90)), "c": jnp.ones(90)}
@@ -61,36 +53,29 @@ def test_an_update_outside_of_jit_compiles_once_for_each_shape(name):
     assert compilations(step) == 0
 
 
-def lowered(settings, shape=(70, 90)):
+def compiled_for(params, **settings):
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
-    params = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).as_text()
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).compile().as_text()
 
 
-@each_rank
-def test_without_eps_root_no_matrix_is_squared_and_rooted_once_more(name):
-    """One root of a matrix in the whole program for a CPU, of an adaptive rank too."""
+def test_without_eps_root_no_matrix_is_squared_and_rooted_once_more():
+    """One root of a matrix in the whole program for a CPU."""
 
-    def roots(settings):
-        tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
-        params = jax.ShapeDtypeStruct((70, 90), jnp.float32)
-        program = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).compile()
-        return len(re.findall(r"= f32\[[0-9,]*70,90\]\S* sqrt\(", program.as_text()))
+    def roots(**settings):
+        text = compiled_for(MATRIX, **SETTINGS["adaptive"], **settings)
+        return len(re.findall(r"= f32\[[0-9,]*70,90\]\S* sqrt\(", text))
 
-    assert roots(SETTINGS[name]) == 1
-    assert roots({**SETTINGS[name], "eps_root": 1e-8}) == 2
+    assert roots() == 1
+    assert roots(eps_root=1e-8) == 2
 
 
-@each_rank
-def test_random_starts_are_worked_out_once_on_cpus_however_many_leaves(name):
+def test_random_starts_are_worked_out_once_on_cpus_however_many_leaves():
     """XLA would work Gaussian columns out anew in the kernel of each leaf that reads them."""
 
     def normals(leaves):
-        tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
-        params = [jax.ShapeDtypeStruct((70, 90), jnp.float32)] * leaves
-        with jax.default_device(jax.devices("cpu")[0]):
-            program = jax.jit(tx.update).lower(params, jax.eval_shape(tx.init, params)).compile()
-        return len(re.findall(r"op_name=\"[^\"]*erf_inv", program.as_text()))
+        text = compiled_for([MATRIX] * leaves, **SETTINGS["adaptive"])
+        return len(re.findall(r"op_name=\"[^\"]*erf_inv", text))
 
     assert normals(3) == normals(1) > 0
 
@@ -98,25 +83,25 @@ def test_random_starts_are_worked_out_once_on_cpus_however_many_leaves(name):
 @pytest.mark.parametrize("name", ["fixed", "adaptive", "moment"])
 def test_every_product_asks_for_full_precision(name):
     """TF32 and bfloat16 products, the default on GPUs and TPUs, lose small second moments."""
-    products = re.findall(r"stablehlo.dot_general[^\n]*", lowered(SETTINGS[name]))
+    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **SETTINGS[name])
+    products = re.findall(r"stablehlo.dot_general[^\n]*", program_of(tx, MATRIX))
     assert len(products) >= 5
     assert all("precision = [HIGHEST, HIGHEST]" in product for product in products)
 
 
-def after_two_steps(tx, scale, weights):
+def test_an_update_can_be_differentiated():
     """Of two steps: the first one's update does not depend on its factorization."""
-    grads = scale * weights
-    _, state = tx.update(grads, tx.init(weights), weights)
-    updates, _ = tx.update(grads**3, state, weights)
-    return jnp.sum((weights + updates) ** 2 * scale)
-
-
-@each_rank
-def test_an_update_can_be_differentiated(name):
     with jax.enable_x64(True):
-        tx = adapprox_jax.adapprox(1e-1, min_dim_size_to_factor=1, **SETTINGS[name])
+        tx = adapprox_jax.adapprox(1e-1, min_dim_size_to_factor=1, **SETTINGS["adaptive"])
         weights = np.random.default_rng(0).normal(size=(24, 40))
-        function = jax.jit(lambda scale: after_two_steps(tx, scale, weights))
+
+        @jax.jit
+        def function(scale):
+            grads = scale * weights
+            _, state = tx.update(grads, tx.init(weights), weights)
+            updates, _ = tx.update(grads**3, state, weights)
+            return jnp.sum((weights + updates) ** 2 * scale)
+
         step = 1e-5
         expected = (function(1 + step) - function(1 - step)) / (2 * step)
         np.testing.assert_allclose(jax.jit(jax.grad(function))(1.0), expected, rtol=1e-6)

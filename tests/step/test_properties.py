@@ -120,29 +120,14 @@ def examples(count):
     )
 
 
-@examples(15)
+@examples(10)
 @hypothesis.given(runs())
-def test_steps(run):
-    check(run)
-
-
-@examples(15)
-@hypothesis.given(runs())
-def test_steps_of_accelerators(in_phases, run):
-    in_phases()
+def test_steps(way, run):
     check(run)
 
 
 @pytest.mark.slow
 @examples(200)
 @hypothesis.given(runs())
-def test_many_steps(run):
-    check(run)
-
-
-@pytest.mark.slow
-@examples(200)
-@hypothesis.given(runs())
-def test_many_steps_of_accelerators(in_phases, run):
-    in_phases()
+def test_many_steps(way, run):
     check(run)

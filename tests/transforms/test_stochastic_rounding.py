@@ -8,6 +8,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax import stochastic_rounding
+from tests.common import trained
 
 SHAPE = (200, 250)
 
@@ -17,16 +18,7 @@ def ones(dtype=jnp.bfloat16):
 
 
 def run(tx, params, grads, steps):
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    for _ in range(steps):
-        params, state = step(params, state)
-    return params
+    return trained(tx, params, [grads] * steps)[0]
 
 
 def mean(array):
@@ -46,30 +38,20 @@ def test_changes_far_below_the_last_bit_are_right_on_average():
     assert mean(rounded["a"]) == 1  # which is what it is for
 
 
-def test_the_seed_decides_and_leaves_differ():
-    grads = {"a": jnp.full(SHAPE, 1.0), "b": jnp.full(SHAPE, -3.0)}
+def test_the_seed_decides_and_leaves_and_steps_differ():
+    params = {"a": ones()["a"], "b": ones()["a"]}
 
-    def trained(seed):
-        return run(stochastic_rounding(optax.sgd(1e-3), seed), ones(), grads, 2)
-
-    first, again, other = trained(1), trained(1), trained(2)
-    np.testing.assert_array_equal(first["a"], again["a"])
-    assert np.any(first["a"] != other["a"])
-    one = {"a": ones()["a"]}
-
-    def updates(seed):
+    def two_updates(seed):
         tx = stochastic_rounding(optax.sgd(1e-3), seed)
-        first, state = tx.update({"a": grads["a"]}, tx.init(one), one)
-        second, _ = tx.update({"a": grads["a"]}, state, one)
-        return first["a"], second["a"]
+        first, state = tx.update(params, tx.init(params), params)
+        second, _ = tx.update(params, state, params)
+        return first["a"], second["a"], first["b"]
 
-    assert np.any(updates(0)[0] != updates(0)[1])
-    assert np.any(updates(0)[1] != updates(1)[0])  # seeds in a row are not steps in a row
-    alike = run(
-        stochastic_rounding(optax.sgd(1e-3)), {"a": ones()["a"], "b": ones()["a"]}, ones(), 1
-    )
-    moved = [np.asarray(alike[name] != 1) for name in ("a", "b")]
-    assert np.any(moved[0] != moved[1])
+    zero, again, one = map(two_updates, (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, zero, again)
+    draws = *zero, *one  # of two seeds in a row, which are not two steps in a row
+    for i, draw in enumerate(draws):
+        assert all(np.any(draw != other) for other in draws[:i])
 
 
 def test_with_adapprox_a_state_is_float32():
