@@ -24,7 +24,7 @@ def tile_count(shape: tuple[int, ...], largest_whole: int | None) -> int:
         return 1
     wanted = rows * columns / _TILE
     # From an eighth to eight times as many as wanted.
-    divisors = [d for d in range(1, rows + 1) if rows % d == 0 and d <= 8 * wanted <= 64 * d]
+    divisors = [d for d in range(2, rows + 1) if rows % d == 0 and d <= 8 * wanted <= 64 * d]
     return min(divisors, key=lambda d: max(d / wanted, wanted / d), default=1)
 
 

@@ -92,7 +92,10 @@ def test_numbers_below_the_smallest_exponent(half, bits):
     if half == jnp.bfloat16:  # JAX itself counts these as zero, where it computes with them
         wide = (np.arange(-40 * 2**16, 40 * 2**16, 99, np.int64)).astype(np.int32)
         wide = np.where(wide < 0, -wide | -(2**31), wide).astype(np.int32).view(np.float32)
-    sums = np.asarray(joined(*parts(wide, half, bits)))
+    upper, remainder = parts(wide, half, bits)
+    if half == np.float16:
+        assert np.max(np.abs(np.asarray(upper, np.float64) - wide)) <= smallest * (0.5 + 2.0**-8)
+    sums = np.asarray(joined(upper, remainder))
     low_bits = 16 if half == jnp.bfloat16 else 13
     step = 2.0 ** -min(8 * REMAINDERS[bits].itemsize, low_bits)
     errors = np.abs(sums.astype(np.float64) - wide)

@@ -111,6 +111,8 @@ def test_the_update_of_a_matrix_in_tiles_takes_the_memory_of_its_gradient(in_til
         ((768, 50021), 32),
         ((4096, 16384), 64),
         ((16384, 4096), 64),
+        ((16, 2**20), 16),
+        ((2, 2**23), 2),
     ],
 )
 def test_tile_counts(shape, expected):

@@ -94,19 +94,18 @@ def test_batches_of_optimizers_take_their_own_steps(in_phases):
             np.testing.assert_allclose(updates[name][i], expected[-1][name], rtol=1e-3, atol=1e-4)
 
 
-def test_stacks_in_slices_are_the_same(in_phases, monkeypatch):
-    in_phases()
+def test_stacks_in_slices_are_the_same(monkeypatch):
     make = partial(adapprox_jax.scale_by_adapprox, max_rank=4, min_dim_size_to_factor=1)
     grads = gradients(3, {"stack": (5, 24, 40)})
     expected, _ = run(make(), grads)
-    few = dataclasses.replace(platform.GPU, largest_slice=2 * 24 * 40)
-    monkeypatch.setattr(platform, "GPU", few)
+    few = dataclasses.replace(platform.CPU, largest_slice=2 * 24 * 40)
+    monkeypatch.setattr(platform, "CPU", few)
     actual, _ = run(make(), grads)
     np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
 
 
 def test_the_largest_target_is_kept_where_there_is_room():
-    few = dataclasses.replace(platform.GPU, largest_slice=400, most_kept=1000)
+    few = dataclasses.replace(platform.GPU, most_kept=1000)
 
     def kept(*shapes):
         plans = [SimpleNamespace(platform=few)] * len(shapes)
@@ -116,9 +115,8 @@ def test_the_largest_target_is_kept_where_there_is_room():
     assert kept((1, 10, 10), (1, 30, 20), (1, 15, 20)) == 1
     assert kept((1, 40, 20)) == 0
     assert kept((1, 10, 10), (1, 40, 20), (1, 15, 20)) is None
-    # Of eight matrices two at once.
-    assert kept((3, 10, 20), (1, 31, 20), (8, 5, 10)) is None
-    assert kept((2, 10, 20), (1, 30, 20), (9, 5, 10)) == 1
+    assert kept((3, 10, 20), (1, 31, 20)) is None
+    assert kept((2, 10, 20), (3, 10, 20)) == 1
 
 
 def lowered(kind, leaves=2, **settings):
