@@ -198,34 +198,43 @@ def test_functions_mapped_over_boxes(tx):
     nnx.eval_shape(lambda optimizer, model: optimizer.update(model, params), optimizer, model)
 
 
-def test_state_shardings_take_the_sharding_for_the_state():
-    kernel = jax.ShapeDtypeStruct((16, 32), jnp.float32)
-    names = {"out_sharding": ("x", None), "optimizer_sharding": (None, "y")}
-    params = {"kernel": nnx.Param(kernel, **names, eager_sharding=False)}
+ON_STATE = {"optimizer_sharding": (None, "y")}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "spec"),
+    [
+        ({"out_sharding": ("x", "y")}, ("x", "y")),
+        ({"out_sharding": ("x", None), **ON_STATE}, (None, "y")),
+        ({"optimizer_sharding": (None, "out"), "sharding_rules": (("out", "y"),)}, (None, "y")),
+    ],
+)
+def test_state_shardings_follow_the_metadata(metadata, spec):
     mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    shardings = adapprox_jax.state_shardings(TX, params, mesh=mesh)
-    assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
+    kernel = jax.ShapeDtypeStruct((16, 32), jnp.float32)
+    params = {"kernel": nnx.Param(kernel, **metadata, eager_sharding=False)}
+    state, average = adapprox_jax.state_shardings(TX, params, mesh=mesh)[:2]
+    assert average.mu["kernel"].get_value().spec == PartitionSpec(*spec)
+    assert state.u["kernel"].get_value().spec[0] == spec[1]
+
+
+def test_the_sharding_for_the_state_comes_before_that_of_the_array():
+    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, PartitionSpec("x")))
-    by_rules = {"optimizer_sharding": (None, "out"), "sharding_rules": (("out", "y"),)}
-    for metadata in ({"optimizer_sharding": (None, "y")}, by_rules):
-        params = {"kernel": nnx.Param(on_devices, **metadata)}
-        shardings = adapprox_jax.state_shardings(TX, params)
-        assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
+    average = adapprox_jax.state_shardings(TX, {"kernel": nnx.Param(on_devices, **ON_STATE)})[1]
+    assert average.mu["kernel"].get_value().spec == PartitionSpec(None, "y")
 
 
 RATE = optax.linear_schedule(1e-2, 0.0, 10)
-INJECT = {"hyperparam_dtype": jnp.float32}
 SKIPPED = {
     "schedule": adapprox_jax.adapprox(RATE, b2=adapprox_jax.increasing_decay(), mu_dtype="int4"),
     "adaptive": adapprox_jax.adapprox(
         1e-2, initial_rank=1, min_dim_size_to_factor=1, factor_dtype=jnp.bfloat16
     ),
-    "guided": adapprox_jax.adapprox(1e-2, cosine_guidance=True, cautious_weight_decay=True),
     "injected": optax.inject_hyperparams(
-        adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS, **INJECT
-    )(RATE, min_dim_size_to_factor=1),
-    "injected muon": optax.inject_hyperparams(
-        adapprox_jax.adapprox_muon, static_args=adapprox_jax.MUON_STATIC_ARGS, **INJECT
+        adapprox_jax.adapprox_muon,
+        static_args=adapprox_jax.MUON_STATIC_ARGS,
+        hyperparam_dtype=jnp.float32,
     )(RATE, mu_dtype="int8", min_dim_size_to_factor=1),
     "split": adapprox_jax.split_weights(adapprox_jax.adapprox(RATE)),
     "rounded by chance": adapprox_jax.stochastic_rounding(adapprox_jax.adapprox_muon(RATE)),

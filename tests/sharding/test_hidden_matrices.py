@@ -1,6 +1,5 @@
 """adapprox_muon on a mesh: each device has its share of the matrices, and few bytes move."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
@@ -77,10 +77,6 @@ def sharded(tree):
 
 def types(tree):
     return jax.tree.map(jax.typeof, tree)
-
-
-def shardings(mesh):
-    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
 
 def after_an_update(tx, params, state):
@@ -172,7 +168,7 @@ def test_init_of_abstract_values_without_a_mesh():
 def test_without_the_mesh_in_context():
     """Arrays know the mesh that they lie on."""
     mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
-    tx, params = OPTIMIZERS["fixed"], jax.device_put(values(0), shardings(mesh))
+    tx, params = OPTIMIZERS["fixed"], put(mesh, SPECS, values(0))
     state = tx.init(params)
     before = jax.tree.map(described, types((params, state)))
     assert after_an_update(tx, params, state) == before

@@ -167,23 +167,6 @@ def test_boxes_of_linen_lie_as_their_metadata_says(mesh):
         state_shardings(adapprox_jax.adapprox(1e-3), boxed, mesh)
 
 
-def test_variables_of_nnx_lie_as_their_metadata_says(mesh):
-    nnx = pytest.importorskip("flax.nnx")
-    kernel = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("x", "y"))
-
-    def variables():
-        return nnx.state(nnx.Linear(256, 512, kernel_init=kernel, rngs=nnx.Rngs(0)), nnx.Param)
-
-    with nnx.use_eager_sharding(False):
-        unplaced = jax.eval_shape(variables)
-    with jax.set_mesh(mesh):
-        placed = variables()
-    for params, given in ((unplaced, mesh), (placed, None)):
-        state = state_shardings(adapprox_jax.adapprox(1e-3), params, given)[0]
-        assert specs(state.q["kernel"].get_value()) == ("x",)
-        assert specs(state.u["kernel"].get_value()) == ("y",)
-
-
 @pytest.mark.parametrize("given", [True, False])
 def test_abstract_values_of_the_mesh_in_use_are_of_its_devices(mesh, given):
     params = {"kernel": on(mesh.abstract_mesh, "x", "y")}

@@ -81,28 +81,22 @@ def test_a_fraction_is_of_the_shorter_side_also_of_abstract_states():
     assert resize(state, 96).q["kernel"].shape == (96, 54)
 
 
-def test_a_fixed_rank_follows_its_buffers():
-    update, state = trained("fixed")
-    wide = resize(state, 12)
-    expected, _ = update(gradients(7), state, PARAMS)
-    actual, wide = update(gradients(7), wide, PARAMS)
-    # More columns of zeros in a product may change the order in which it is added up.
-    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        rounding = 12 * np.finfo(np.float32).eps * np.max(np.abs(other))
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=rounding)
-    assert {int(np.max(info.rank)) for info in rank_report(wide, PARAMS).values()} == {12}
-
-
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_new_columns_of_a_fixed_rank_are_of_use_at_once(accelerator, request):
+def test_a_fixed_rank_follows_its_buffers_and_uses_new_columns_at_once(accelerator, request):
+    update, state = trained("fixed")
+    expected, _ = update(gradients(7), state, PARAMS)
     if accelerator:
         request.getfixturevalue("in_phases")()
-    _, state = trained("fixed")
     tx = adapprox_jax.adapprox(1e-2, max_rank=12)
-    _, wide = jax.jit(tx.update)(gradients(7), resize(state, 12), PARAMS)
+    actual, wide = jax.jit(tx.update)(gradients(7), resize(state, 12), PARAMS)
+    for name, other in {} if accelerator else expected.items():
+        # More columns of zeros in a product may change the order in which it is added up.
+        rounding = 12 * np.finfo(np.float32).eps * np.max(np.abs(other))
+        np.testing.assert_allclose(actual[name], other, rtol=0, atol=rounding)
     for name in ("kernel", "stack"):
         np.testing.assert_allclose(np.linalg.norm(wide[0].q[name], axis=-2), 1, atol=1e-3)
         assert np.all(np.linalg.norm(wide[0].u[name], axis=-2) > 0)
+    assert {int(np.max(info.rank)) for info in rank_report(wide, PARAMS).values()} == {12}
 
 
 def test_dropping_empty_columns_changes_nothing():
