@@ -116,33 +116,30 @@ def test_boxes():
 
 
 @pytest.mark.parametrize(
-    ("batches", "message"),
+    ("change", "message"),
     [
-        ({"a": jnp.ones((3, 2)), "b": jnp.ones(2)}, r"lengths 3 at \['a'\], 2 at \['b'\]"),
-        (jnp.ones(()), "first axes of lengths none at"),
-        (jnp.ones((0, 2)), "first axes of lengths 0"),
-        ({}, "first axes of lengths none"),
-    ],
-)
-def test_bad_batches(batches, message):
-    with pytest.raises(ValueError, match=message):
-        accumulate(jax.value_and_grad(loss), inputs(jnp.float32)[0], batches)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (3, r"function is 3; allowed: a function of parameters and a batch"),
-        (jax.grad(loss), r"function gave a dict; allowed: a pair"),
-        (lambda p, x: ((x.sum(), jnp.int32(2)), p), r"\[1\]: the value has type int32; .* more.$"),
-        (lambda p, x: (x.sum(), {"in": p["in"]}), r"got none in the gradients"),
+        ({"batches": {"a": jnp.ones((3, 2)), "b": jnp.ones(2)}}, r"3 at \['a'\], 2 at \['b'\]"),
+        ({"batches": jnp.ones(())}, "first axes of lengths none at"),
+        ({"batches": jnp.ones((0, 2))}, "first axes of lengths 0"),
+        ({"batches": {}}, "first axes of lengths none"),
+        ({"function": 3}, r"function is 3; allowed: a function of parameters and a batch"),
+        ({"function": jax.grad(loss)}, r"function gave a dict; allowed: a pair"),
         (
-            lambda p, x: (x.sum(), {**p, "out": jnp.ones(())}),
+            {"function": lambda p, x: ((x.sum(), jnp.int32(2)), p)},
+            r"\[1\]: the value has type int32; .* more.$",
+        ),
+        (
+            {"function": lambda p, x: (x.sum(), {"in": p["in"]})},
+            r"got none in the gradients",
+        ),
+        (
+            {"function": lambda p, x: (x.sum(), {**p, "out": jnp.ones(())})},
             r"\['out'\]: the gradient has shape \(\); expected \(64, 3\)",
         ),
     ],
 )
-def test_functions_that_give_something_else(function, message):
+def test_what_does_not_fit_is_named(change, message):
     params, batches = inputs(jnp.float32)
+    arguments = {"function": jax.value_and_grad(loss), "params": params, "batches": batches}
     with pytest.raises((ValueError, TypeError), match=message):
-        accumulate(function, params, batches)
+        accumulate(**arguments | change)

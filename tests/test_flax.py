@@ -19,6 +19,7 @@ from flax.training.train_state import TrainState
 
 OLD_FLAX = tuple(map(int, importlib.metadata.version("flax").split(".")[:3])) < (0, 12, 4)
 TX = adapprox_jax.adapprox(1e-2, max_rank=2, min_dim_size_to_factor=1)
+MESH = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 INPUTS = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
 
 
@@ -41,10 +42,6 @@ class LinenModel(nn.Module):
         init = nn.initializers.lecun_normal()
         x = nn.relu(nn.Dense(40, kernel_init=nn.with_partitioning(init, ("x", "y")))(x))
         return nn.Dense(24, kernel_init=nn.with_partitioning(init, ("y", None)))(x)
-
-
-def auto_mesh():
-    return jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2))
 
 
 def train_nnx(model, steps=3):
@@ -82,7 +79,7 @@ def assert_described(opt_state):
 
 
 def test_nnx_optimizer_with_metadata_trains_as_without():
-    with auto_mesh():
+    with jax.set_mesh(MESH):
         named = NnxModel(True, nnx.Rngs(0))
         assert_described(train_nnx(named).opt_state)
     plain = NnxModel(False, nnx.Rngs(0))
@@ -103,7 +100,7 @@ def test_a_sharding_for_the_state_alone():
     """Flax' `optimizer_sharding` names axes of a parameter: factors have those that they follow."""
     model = NnxModel(False, nnx.Rngs(0))
     model.a.kernel = nnx.Param(model.a.kernel[...], optimizer_sharding=("x", "y"))
-    with auto_mesh():
+    with jax.set_mesh(MESH):
         assert_described(train_nnx(model, 1).opt_state)
 
 
@@ -184,17 +181,11 @@ def test_functions_mapped_over_boxes(tx):
     actual, state = update(boxed, tx.init(boxed), boxed)
     expected, _ = update(plain, tx.init(plain), plain)
     assert_close(nn.unbox(actual), expected)
-    assert set(adapprox_jax.rank_report(state, boxed)) == {
-        "['Dense_0']['kernel']",
-        "['Dense_1']['kernel']",
-    }
+    assert len(adapprox_jax.rank_report(state, boxed)) == 2  # kernels
     model = NnxModel(False, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
-    assert set(adapprox_jax.rank_report(optimizer.opt_state, params)) == {
-        "['a']['kernel']",
-        "['b']['kernel']",
-    }
+    assert len(adapprox_jax.rank_report(optimizer.opt_state, params)) == 2
     nnx.eval_shape(lambda optimizer, model: optimizer.update(model, params), optimizer, model)
 
 
@@ -210,17 +201,15 @@ ON_STATE = {"optimizer_sharding": (None, "y")}
     ],
 )
 def test_state_shardings_follow_the_metadata(metadata, spec):
-    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
     kernel = jax.ShapeDtypeStruct((16, 32), jnp.float32)
     params = {"kernel": nnx.Param(kernel, **metadata, eager_sharding=False)}
-    state, average = adapprox_jax.state_shardings(TX, params, mesh=mesh)[:2]
+    state, average = adapprox_jax.state_shardings(TX, params, mesh=MESH)[:2]
     assert average.mu["kernel"].get_value().spec == PartitionSpec(*spec)
     assert state.u["kernel"].get_value().spec[0] == spec[1]
 
 
 def test_the_sharding_for_the_state_comes_before_that_of_the_array():
-    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, PartitionSpec("x")))
+    on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(MESH, PartitionSpec("x")))
     average = adapprox_jax.state_shardings(TX, {"kernel": nnx.Param(on_devices, **ON_STATE)})[1]
     assert average.mu["kernel"].get_value().spec == PartitionSpec(None, "y")
 

@@ -150,10 +150,6 @@ TREES = {
         "self_attention/key/kernel": ((4096, 8, 8, 128), "8 of 4096 x 1024"),
         "MultiHeadDotProductAttention_0/value/kernel": ((2048, 32, 64), "2048 x 2048"),
     },
-    "alone": {
-        "self_attention/out/kernel": ((8, 64, 512), "512 x 512"),
-        "mlp/wo/kernel": ((12, 512, 64), "12 of 512 x 64"),
-    },
     "one head of keys and values": {"attn/key/kernel": ((4096, 1, 128), "4096 x 128")},
     "sides": {
         "mlp/longest/kernel": ((8, 128), "8 x 128"),

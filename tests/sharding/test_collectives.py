@@ -29,8 +29,8 @@ def parameters(mesh, names, batch=(), copies=1):
     return abstract(mesh, dict.fromkeys(specs, (*batch, M, N)), specs)
 
 
-def compiled(tx, params):
-    """The step of an optimizer, with state and parameters in place."""
+def of_step(tx, params):
+    """The collectives of a step of an optimizer, with state and parameters in place."""
     shardings = adapprox_jax.state_shardings(tx, params)
     state = abstract_state(tx, params, shardings)
     of_params = {name: x.sharding for name, x in params.items()}
@@ -40,11 +40,7 @@ def compiled(tx, params):
         return optax.apply_updates(params, updates), state
 
     placed = jax.jit(step, donate_argnums=(0, 1), out_shardings=(of_params, shardings))
-    return placed.lower(params, state, params).compile()
-
-
-def of_step(tx, params):
-    return collectives_of(compiled(tx, params).as_text())
+    return collectives_of(placed.lower(params, state, params).compile().as_text())
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,16 @@ SPECS = {
 }
 
 
+def directions_of(**settings):
+    """A new function that makes updates orthogonal."""
+    tx = adapprox_jax.orthogonalize(**settings)
+    return jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+
+
 def directions(params):
-    """The program that makes updates orthogonal."""
-    tx = adapprox_jax.orthogonalize()
-    shardings = {name: getattr(x, "sharding", None) for name, x in params.items()}
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
-    if None not in shardings.values():
-        update = jax.jit(update, out_shardings=shardings)
-    return update.lower(params).compile()
+    """Its program."""
+    shardings = {name: x.sharding for name, x in params.items()}
+    return jax.jit(directions_of(), out_shardings=shardings).lower(params).compile()
 
 
 def copies_moved(found, params):
@@ -127,10 +129,8 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
 @pytest.mark.all_platforms
 def test_programs_for_tpus_need_no_callbacks(mesh):
     """TPUs have no custom partitioning: such a program would not compile there."""
-    tx = adapprox_jax.orthogonalize()
     params = abstract(mesh, {"up": (8, 64, 128)}, {"up": P(None, "x", "y")})
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
-    lowered = update.trace(params).lower(lowering_platforms=("tpu",))
+    lowered = directions_of().trace(params).lower(lowering_platforms=("tpu",))
     assert "custom_call" not in lowered.as_text()
 
 
@@ -146,8 +146,7 @@ def test_directions_are_those_of_one_device(mesh, request, way):
     shapes["uneven"], specs["uneven"] = (18, 24), P("x", None)
     shapes["qkv"], specs["qkv"] = (3, 16, 48), P(None, "x", "y")
     values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    tx = adapprox_jax.orthogonalize()
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    update = directions_of()
     actual = update(put(mesh, specs, values))
     with on_one_device():
         expected = update(values)
@@ -161,12 +160,11 @@ def test_directions_are_those_of_one_device(mesh, request, way):
 
 
 def test_vmapped_and_differentiated_on_a_mesh(mesh):
-    tx = adapprox_jax.orthogonalize()
+    update = directions_of()
     value = np.random.default_rng(0).normal(size=(2, 4, 16, 32)).astype(np.float32)
 
     def total(updates):
-        out, _ = tx.update({"w": updates}, tx.init({"w": updates}))
-        return jnp.sum(out["w"] ** 3)
+        return jnp.sum(update(updates) ** 3)
 
     placed = jax.device_put(value, NamedSharding(mesh, P(None, None, "x", "y")))
     actual = [jax.jit(jax.vmap(total))(placed), jax.jit(jax.grad(total))(placed[0])]
@@ -180,9 +178,7 @@ def test_heads_that_an_axis_divides_in_part():
     """Two heads over eight devices: no names of axes say how the compiler divides them."""
     value = np.random.default_rng(0).normal(size=(16, 2, 8)).astype(np.float32)
     inputs = np.ones((4, 16), np.float32)
-    tx = adapprox_jax.orthogonalize(
-        weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(0, 2)
-    )
+    update = directions_of(weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(0, 2))
 
     def step(kernel, inputs):
         def loss(kernel):
@@ -191,8 +187,7 @@ def test_heads_that_an_axis_divides_in_part():
                 heads = jax.lax.with_sharding_constraint(heads, P(None, "x"))
             return jnp.sum(jax.nn.relu(heads) ** 2)
 
-        grads = jax.grad(loss)(kernel)
-        return tx.update(grads, tx.init(grads))[0]
+        return update(jax.grad(loss)(kernel))
 
     results = []
     for devices in (1, DEVICES):
@@ -205,8 +200,7 @@ def test_heads_that_an_axis_divides_in_part():
 def test_explicit_axes(mesh):
     explicit = mesh_of((2, 4), ("x", "y"), AxisType.Explicit)
     value = np.random.default_rng(0).normal(size=(4, 16, 32)).astype(np.float32)
-    tx = adapprox_jax.orthogonalize()
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    update = directions_of()
     with jax.set_mesh(explicit):
         placed = jax.device_put(value, NamedSharding(explicit, P(None, "x", "y")))
         program = update.lower(placed).compile()

@@ -2,7 +2,6 @@
 
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -162,7 +161,6 @@ def test_init_of_abstract_values_without_a_mesh():
     tx = OPTIMIZERS["fixed"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values(0))
     chex.assert_trees_all_equal(tx.init(shapes), tx.init(values(0)))
-    assert jnp.shape(tx.init(shapes)[0].q["kernel"]) == (48, 4)
 
 
 def test_without_the_mesh_in_context():

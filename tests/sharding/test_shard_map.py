@@ -10,11 +10,8 @@ import adapprox_jax
 
 ADAPTIVE = dict(initial_rank=1, max_rank=18, error_threshold=0.1, rank_growth=lambda xi: 1)
 FEW_BITS = dict(max_rank=4, power_iterations=2, factor_dtype=jnp.bfloat16, mu_dtype=jnp.int8)
+MESH = Mesh(np.array(jax.devices()[:4]), ("x",))
 VARIES, REPLICATED = PartitionSpec("x"), PartitionSpec()
-
-
-def mesh():
-    return Mesh(np.array(jax.devices()[:4]), ("x",))
 
 
 def gradients(seed):
@@ -45,7 +42,7 @@ def test_updates_of_each_device_are_its_own(settings):
 
     both = gradients(0), gradients(1)
     init, update = jax.jit(tx.init), jax.jit(tx.update)
-    mapped = jax.shard_map(two_steps, mesh=mesh(), in_specs=(specs, specs), out_specs=specs)
+    mapped = jax.shard_map(two_steps, mesh=MESH, in_specs=(specs, specs), out_specs=specs)
     actual = jax.jit(mapped)(*both)
     for device in range(4):
         first, second = (
@@ -73,7 +70,7 @@ def test_a_state_that_varies_takes_gradients_that_do_not():
         return updates[None]
 
     own, shared, _ = gradients(0).values()
-    step = jax.shard_map(one_step, mesh=mesh(), in_specs=(VARIES, REPLICATED), out_specs=VARIES)
+    step = jax.shard_map(one_step, mesh=MESH, in_specs=(VARIES, REPLICATED), out_specs=VARIES)
     updates = jax.jit(step)(own, shared)
     assert updates.shape == (4, 64, 80)
     assert np.all(np.isfinite(updates))

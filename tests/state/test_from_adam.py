@@ -145,8 +145,9 @@ def test_eps_and_the_axes_of_matrices_are_those_given():
     adam = optax.ScaleByAdamState(jnp.asarray(10_000), mu, params)
 
     def average(**changes):
-        numbers = {k: x for k, x in changes.items() if k == "weight_dimension_numbers"}
-        tx = adapprox_jax.adapprox(RATE, **numbers)
+        tx = adapprox_jax.adapprox(
+            RATE, weight_dimension_numbers=changes.get("weight_dimension_numbers")
+        )
         return optax.tree.get(from_adam(tx, adam, params, **changes), "mu")["w"]
 
     np.testing.assert_allclose(average(eps=1.0, clipping_threshold=None), mu["w"] / 2, rtol=1e-4)

@@ -26,7 +26,6 @@ FIXED = dict(max_rank=4)
 
 def gradients(t, params=PARAMS):
     """Of ranks 3 in magnitude, with random signs."""
-
     rng = np.random.default_rng(t)
 
     def make(p):
