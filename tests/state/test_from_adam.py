@@ -239,8 +239,8 @@ def test_counts_are_of_steps_where_they_were(name):
     _, adam_state = optax.adam(RATE).update(params, optax.adam(RATE).init(params))
     state = from_adam(tx, adam_state, params)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
-    counts = [x for _, x in optax.tree.get_all_with_path(state, "count") if x.ndim == 0]
-    assert sorted(map(int, counts)) == expected
+    counts = jax.tree.leaves([x for _, x in optax.tree.get_all_with_path(state, "count")])
+    assert sorted(int(x) for x in counts if x.ndim == 0) == expected
 
 
 def test_explicit_meshes():
