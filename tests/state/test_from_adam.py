@@ -224,7 +224,7 @@ COUNTS = {  # those of schedules go on, wherever they are, and those of other th
         adapprox_jax.adapprox(RATE, weight_decay=SCHEDULE, cautious_weight_decay=True),
         [1, 1],
     ),
-    "momentum": (optax.chain(adapprox_jax.adapprox_muon(RATE), optax.ema(0.9)), [0, 1, 1]),
+    "momentum": (optax.chain(adapprox_jax.adapprox_muon(RATE), optax.ema(0.9)), [0, 1]),
     "plateau": (
         optax.chain(adapprox_jax.adapprox(RATE), optax.contrib.reduce_on_plateau()),
         [0, 1],
