@@ -46,7 +46,8 @@ def test_reports_and_buffers_of_two_processes():
     alone = PROGRAM.replace("jax.distributed.initialize", "(lambda *_: None)")
     programs = [started(PROGRAM, "0", "4"), started(PROGRAM, "1", "4"), started(alone, "0", "8")]
     first, second, expected = (
-        program.communicate(timeout=300)[0].partition("ranks")[2] for program in programs
+        program.communicate(timeout=300)[0].partition("ranks [")[2].splitlines()[0]
+        for program in programs
     )
     assert first == second == expected
-    assert expected.startswith(" [8, 8, 8, 8] [2, 2, 2, 2] [0.5")
+    assert expected.startswith("8, 8, 8, 8] [2, 2, 2, 2] [0.5")
