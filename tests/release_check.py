@@ -20,26 +20,13 @@ DIST = ROOT / "dist"
 NOT_IN_SDIST = (".ci/", ".github/")
 
 
-class FailedCheckError(Exception):
-    """What a failed check has to say."""
-
-
 def main():
     with tempfile.TemporaryDirectory(prefix="adapprox-release-") as folder:
-        folder = pathlib.Path(folder)
         for check in CHECKS:
+            print(check.__name__.replace("_", " "), end=": ", flush=True)
             began = time.monotonic()
-            try:
-                said = check(folder)
-            except FailedCheckError as failure:
-                print(f"failed: {name_of(check)}\n{failure}")
-                return 1
-            print(f"ok: {name_of(check)}: {said} ({time.monotonic() - began:.0f} s)", flush=True)
-    return 0
-
-
-def name_of(check):
-    return check.__name__.replace("_", " ")
+            said = check(pathlib.Path(folder))
+            print(f"{said} ({time.monotonic() - began:.0f} s)", flush=True)
 
 
 def run(*command, cwd=ROOT):
@@ -50,14 +37,13 @@ def run(*command, cwd=ROOT):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode:
-        raise FailedCheckError(f"{' '.join(map(str, command))}\n{done.stdout}")
+    require(not done.returncode, f"{' '.join(map(str, command))}\n{done.stdout}")
     return done.stdout
 
 
 def require(condition, message):
     if not condition:
-        raise FailedCheckError(message)
+        sys.exit(f"failed\n{message}")
 
 
 def tool(name, *arguments):
@@ -152,4 +138,4 @@ CHECKS = (
 )
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

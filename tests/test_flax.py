@@ -19,8 +19,8 @@ from flax.training.train_state import TrainState
 
 OLD_FLAX = tuple(map(int, importlib.metadata.version("flax").split(".")[:3])) < (0, 12, 4)
 TX = adapprox_jax.adapprox(1e-2, max_rank=2, min_dim_size_to_factor=1)
+MESH = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
 INPUTS = np.random.default_rng(0).normal(size=(8, 24)).astype(np.float32)
-FACTORED = {"q": ("x", None), "u": ("y", None)}
 
 
 class NnxModel(nnx.Module):
@@ -42,10 +42,6 @@ class LinenModel(nn.Module):
         init = nn.initializers.lecun_normal()
         x = nn.relu(nn.Dense(40, kernel_init=nn.with_partitioning(init, ("x", "y")))(x))
         return nn.Dense(24, kernel_init=nn.with_partitioning(init, ("y", None)))(x)
-
-
-def auto_mesh():
-    return jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2))
 
 
 def train_nnx(model, steps=3):
@@ -74,10 +70,18 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def assert_described(opt_state):
+    """Metadata of what belongs to `a.kernel` names the axes that it follows."""
+    state, average = opt_state[0], opt_state[1]
+    for tree, names in ((state.q, ("x", None)), (state.u, ("y", None)), (average.mu, ("x", "y"))):
+        found = tree["a"]["kernel"].get_metadata()
+        assert found.get("out_sharding", found.get("sharding_names")) == names
+
+
 def test_nnx_optimizer_with_metadata_trains_as_without():
-    with auto_mesh():
+    with jax.set_mesh(MESH):
         named = NnxModel(True, nnx.Rngs(0))
-        train_nnx(named)
+        assert_described(train_nnx(named).opt_state)
     plain = NnxModel(False, nnx.Rngs(0))
     arrays = nnx.to_pure_dict(nnx.state(plain))
 
@@ -91,16 +95,13 @@ def test_nnx_optimizer_with_metadata_trains_as_without():
     assert_close(nnx.to_pure_dict(nnx.state(named)), expected)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_nnx_metadata_describes_the_factors(steps):
-    with auto_mesh():
-        model = NnxModel(True, nnx.Rngs(0))
-        state = train_nnx(model, steps).opt_state[0]
-    for field, names in FACTORED.items():
-        variable = getattr(state, field)["a"]["kernel"]
-        found = variable.get_metadata()
-        assert found["out_sharding" if "out_sharding" in found else "sharding_names"] == names
-        assert len(names) == jnp.ndim(variable.get_value())
+@pytest.mark.skipif(OLD_FLAX, reason="it has one sharding for both")
+def test_a_sharding_for_the_state_alone():
+    """Flax' `optimizer_sharding` names axes of a parameter: factors have those that they follow."""
+    model = NnxModel(False, nnx.Rngs(0))
+    model.a.kernel = nnx.Param(model.a.kernel[...], optimizer_sharding=("x", "y"))
+    with jax.set_mesh(MESH):
+        assert_described(train_nnx(model, 1).opt_state)
 
 
 def test_linen_boxes_describe_the_factors_and_survive_training():
@@ -116,15 +117,11 @@ def test_linen_boxes_describe_the_factors_and_survive_training():
     for _ in range(3):
         train = step(train)
     assert jax.tree.structure(train.opt_state) == structure
-    for field, names in FACTORED.items():
-        box = getattr(train.opt_state[0], field)["Dense_0"]["kernel"]
-        assert box.names == names
-        assert len(names) == jnp.ndim(box.value)
-    assert train.opt_state[1].mu["Dense_0"]["kernel"].names == ("x", "y")
+    state, average = train.opt_state[0], train.opt_state[1]
+    for tree, names in ((state.q, ("x", None)), (state.u, ("y", None)), (average.mu, ("x", "y"))):
+        assert tree["Dense_0"]["kernel"].names == names
     expected = train_arrays(nn.unbox(boxed), loss)
     assert_close(nn.unbox(train.params), expected)
-    report = adapprox_jax.rank_report(train.opt_state, train.params)
-    assert set(report) == {"['Dense_0']['kernel']", "['Dense_1']['kernel']"}
 
 
 def test_boxes_under_guidance_and_dimension_numbers():
@@ -144,13 +141,12 @@ def test_boxes_under_guidance_and_dimension_numbers():
     assert after[0].u["heads"].value.shape == (32, 2)
 
 
-@pytest.mark.parametrize("mu_dtype", ["int8", "int4"])
-def test_averages_in_codes_of_small_boxed_leaves_are_in_boxes(mu_dtype):
+def test_averages_in_codes_of_small_boxed_leaves_are_in_boxes():
     params = {
         "kernel": nn.Partitioned(jnp.ones((64, 128)), names=("in", "out")),
         "bias": nn.Partitioned(jnp.ones(128), names=("out",)),
     }
-    tx = adapprox_jax.adapprox(1e-2, mu_dtype=mu_dtype)
+    tx = adapprox_jax.adapprox(1e-2, mu_dtype="int4")
     state = tx.init(params)
     updates, after = tx.update(params, state, params)
     assert jax.tree.structure(after) == jax.tree.structure(state)
@@ -158,33 +154,8 @@ def test_averages_in_codes_of_small_boxed_leaves_are_in_boxes(mu_dtype):
     assert updates["bias"].names == ("out",)
 
 
-def test_scanned_linen_layers_are_stacks_of_matrices():
-    class Block(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return nn.relu(nn.Dense(24)(x)), None
-
-    def params_of(axis):
-        scan = nn.scan(Block, variable_axes={"params": axis}, split_rngs={"params": True}, length=3)
-        variables = scan().init(jax.random.key(0), INPUTS, None)
-        return {"kernel": variables["params"]["Dense_0"]["kernel"]}
-
-    for axis in (0, 1):
-        params = params_of(axis)
-        state = TX.init(params)[0]
-        assert state.q["kernel"].shape == (3, 24, 2)
-        updates, _ = jax.jit(TX.update)(params, TX.init(params), params)
-        slices = np.moveaxis(np.asarray(params["kernel"]), axis, 0)
-        for i in range(3):
-            alone = {"kernel": slices[i]}
-            expected, _ = jax.jit(TX.update)(alone, TX.init(alone), alone)
-            actual = np.moveaxis(np.asarray(updates["kernel"]), axis, 0)[i]
-            np.testing.assert_allclose(actual, expected["kernel"], rtol=1e-4, atol=1e-7)
-
-
 NUMBERS = adapprox_jax.MatrixDimensionNumbers(0, 1)
 BY_FUNCTION = {
-    "masked": optax.masked(TX, lambda tree: jax.tree.map(lambda x: x.ndim > 1, tree)),
     "partition": optax.partition(
         {"ours": TX, "adamw": optax.adamw(1e-2)},
         lambda tree: jax.tree.map(lambda x: "ours" if x.ndim > 1 else "adamw", tree),
@@ -210,61 +181,49 @@ def test_functions_mapped_over_boxes(tx):
     actual, state = update(boxed, tx.init(boxed), boxed)
     expected, _ = update(plain, tx.init(plain), plain)
     assert_close(nn.unbox(actual), expected)
-    assert set(adapprox_jax.rank_report(state, boxed)) == {
-        "['Dense_0']['kernel']",
-        "['Dense_1']['kernel']",
-    }
+    assert len(adapprox_jax.rank_report(state, boxed)) == 2  # kernels
     model = NnxModel(False, nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     params = nnx.state(model, nnx.Param)
-    assert set(adapprox_jax.rank_report(optimizer.opt_state, params)) == {
-        "['a']['kernel']",
-        "['b']['kernel']",
-    }
+    assert len(adapprox_jax.rank_report(optimizer.opt_state, params)) == 2
     nnx.eval_shape(lambda optimizer, model: optimizer.update(model, params), optimizer, model)
 
 
-@pytest.mark.skipif(OLD_FLAX, reason="it has one sharding for both")
-def test_a_sharding_for_the_state_alone():
-    """Flax' `optimizer_sharding` names axes of a parameter: factors have those that they follow."""
-    model = NnxModel(False, nnx.Rngs(0))
-    model.a.kernel = nnx.Param(model.a.kernel[...], optimizer_sharding=("x", "y"))
-    with auto_mesh():
-        optimizer = train_nnx(model, 1)
-    for field, names in FACTORED.items():
-        variable = getattr(optimizer.opt_state[0], field)["a"]["kernel"]
-        assert variable.get_metadata()["out_sharding"] == names
-    assert optimizer.opt_state[1].mu["a"]["kernel"].get_metadata()["out_sharding"] == ("x", "y")
+ON_STATE = {"optimizer_sharding": (None, "y")}
 
 
-def test_state_shardings_take_the_sharding_for_the_state():
+@pytest.mark.parametrize(
+    ("metadata", "spec"),
+    [
+        ({"out_sharding": ("x", "y")}, ("x", "y")),
+        ({"out_sharding": ("x", None), **ON_STATE}, (None, "y")),
+        ({"optimizer_sharding": (None, "out"), "sharding_rules": (("out", "y"),)}, (None, "y")),
+    ],
+)
+def test_state_shardings_follow_the_metadata(metadata, spec):
     kernel = jax.ShapeDtypeStruct((16, 32), jnp.float32)
-    names = {"out_sharding": ("x", None), "optimizer_sharding": (None, "y")}
-    params = {"kernel": nnx.Param(kernel, **names, eager_sharding=False)}
-    mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
-    shardings = adapprox_jax.state_shardings(TX, params, mesh=mesh)
-    assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
-    on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(mesh, PartitionSpec("x")))
-    by_rules = {"optimizer_sharding": (None, "out"), "sharding_rules": (("out", "y"),)}
-    for metadata in ({"optimizer_sharding": (None, "y")}, by_rules):
-        params = {"kernel": nnx.Param(on_devices, **metadata)}
-        shardings = adapprox_jax.state_shardings(TX, params)
-        assert shardings[1].mu["kernel"].get_value().spec == PartitionSpec(None, "y")
+    params = {"kernel": nnx.Param(kernel, **metadata, eager_sharding=False)}
+    state, average = adapprox_jax.state_shardings(TX, params, mesh=MESH)[:2]
+    assert average.mu["kernel"].get_value().spec == PartitionSpec(*spec)
+    assert state.u["kernel"].get_value().spec[0] == spec[1]
+
+
+def test_the_sharding_for_the_state_comes_before_that_of_the_array():
+    on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(MESH, PartitionSpec("x")))
+    average = adapprox_jax.state_shardings(TX, {"kernel": nnx.Param(on_devices, **ON_STATE)})[1]
+    assert average.mu["kernel"].get_value().spec == PartitionSpec(None, "y")
 
 
 RATE = optax.linear_schedule(1e-2, 0.0, 10)
-INJECT = {"hyperparam_dtype": jnp.float32}
 SKIPPED = {
     "schedule": adapprox_jax.adapprox(RATE, b2=adapprox_jax.increasing_decay(), mu_dtype="int4"),
     "adaptive": adapprox_jax.adapprox(
         1e-2, initial_rank=1, min_dim_size_to_factor=1, factor_dtype=jnp.bfloat16
     ),
-    "guided": adapprox_jax.adapprox(1e-2, cosine_guidance=True, cautious_weight_decay=True),
     "injected": optax.inject_hyperparams(
-        adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS, **INJECT
-    )(RATE, min_dim_size_to_factor=1),
-    "injected muon": optax.inject_hyperparams(
-        adapprox_jax.adapprox_muon, static_args=adapprox_jax.MUON_STATIC_ARGS, **INJECT
+        adapprox_jax.adapprox_muon,
+        static_args=adapprox_jax.MUON_STATIC_ARGS,
+        hyperparam_dtype=jnp.float32,
     )(RATE, mu_dtype="int8", min_dim_size_to_factor=1),
     "split": adapprox_jax.split_weights(adapprox_jax.adapprox(RATE)),
     "rounded by chance": adapprox_jax.stochastic_rounding(adapprox_jax.adapprox_muon(RATE)),
@@ -287,12 +246,3 @@ def test_an_update_may_be_skipped(name):
         nnx.cond(skip, lambda *_: None, update, model, optimizer, grads)
 
     nnx.eval_shape(step, model, optimizer, jnp.asarray(True))
-    if name == "adaptive":
-        before = list(map(np.asarray, jax.tree.leaves(nnx.state((model, optimizer)))))
-        kernel = np.asarray(model.a.kernel, np.float32)
-        step = nnx.jit(step)
-        step(model, optimizer, True)
-        after = jax.tree.leaves(nnx.state((model, optimizer)))
-        jax.tree.map(np.testing.assert_array_equal, after, before)
-        step(model, optimizer, False)
-        assert np.any(np.asarray(model.a.kernel, np.float32) != kernel)

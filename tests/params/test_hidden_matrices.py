@@ -1,4 +1,4 @@
-"""Which leaves of published models are hidden matrices."""
+"""Which leaves of published models are hidden matrices, and the matrices that they are seen as."""
 
 import json
 import math
@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import pytest
 
 import adapprox_jax
+from adapprox_jax.params import leaves as leaves_of_trees
 from adapprox_jax.params.leaves import Leaves
 from adapprox_jax.params.matrix_view import fused_shape
 from adapprox_jax.params.views import views_of
-from tests.params.test_known_axes import tree_of
 from tests.params.test_named_arrays import Axis, NamedArray
 
 MODELS = sorted((pathlib.Path(__file__).parents[1] / "data" / "models").glob("*.json"))
@@ -23,31 +23,16 @@ def of(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-@pytest.mark.parametrize(
-    ("path", "shape", "is_hidden"),
-    [
-        (("self_attention", "query", "kernel"), (4096, 32, 128), True),  # Llama 8B in MaxText
-        (("self_attention", "key", "kernel"), (4096, 32, 8, 128), True),  # layers along axis 1
-        (("self_attention", "out", "kernel"), (32, 128, 4096), True),
-        (("MultiHeadDotProductAttention_0", "value", "kernel"), (2048, 32, 64), True),
-        (("mlp", "wi", "kernel"), (8, 128), True),  # 16 : 1, and a side of 8
-        (("mlp", "wi", "kernel"), (8, 129), False),
-        (("mlp", "wi", "kernel"), (7, 100), False),
-        (("mixer", "A_log"), (32, 12), False),  # of state-space models, layers stacked
-        (("attention", "conv1d", "kernel"), (4, 12, 1, 128), False),
-        (("conv1d", "kernel"), (5, 64, 128), True),  # over all channels
-        (("conv_1", "kernel"), (3, 3, 64, 128), True),
-        (("block", "depthwise_conv", "kernel"), (3, 3, 64, 64), False),
-        (("lm_head", "kernel"), (1024, 4096), False),
-    ],
-)
-def test_leaves_of_published_models(path, shape, is_hidden):
-    tree = of(*shape)
-    for name in reversed(path):
-        tree = {name: tree}
-    assert jax.tree.leaves(adapprox_jax.hidden_matrices(tree)) == [is_hidden]
-    [what] = adapprox_jax.muon_report(tree).values()
-    assert what.startswith("orthogonalized" if is_hidden else "adapprox: ")
+def tree_of(leaves):
+    """A nested tree from paths with slashes."""
+    tree = {}
+    for path, leaf in leaves.items():
+        *outer, last = path.split("/")
+        node = tree
+        for name in outer:
+            node = node.setdefault(name, {})
+        node[last] = leaf
+    return tree
 
 
 # Of each tree: the shapes of leaves, and what the report says of them.
@@ -76,10 +61,6 @@ TREES = {
         "attn/query/bias": ((64, 64), "names vectors"),
         "attn/key/kernel": ((512, 64, 64), "512 x 4096"),
         "attn/out/kernel": ((64, 64, 512), "4096 x 512"),
-    },
-    "openpi's second expert": {
-        "attn/q_einsum_1/w": ((8, 1024, 256), "2048 x 1024, outputs first"),
-        "attn/attn_vec_einsum_1/w": ((8, 256, 1024), "2048 x 1024"),
     },
     "praxis and axlearn: the model first": {
         "self_attention/query/w": ((1024, 16, 64), "1024 x 1024"),
@@ -147,55 +128,65 @@ TREES = {
         "ResNetBlock_0/Conv_0/kernel": ((3, 3, 64, 64), "9 of 64 x 64"),
         "Dense_0/kernel": ((64, 100), "'dense' outside of the modules"),
     },
-    "an MLP beside attention": {
-        "attention/query/kernel": ((64, 4, 16), "64 x 64"),
-        "Dense_0/kernel": ((64, 256), "64 x 256"),
-        "Dense_1/kernel": ((256, 64), "256 x 64"),
-    },
     "layers without modules": {
         "Dense_0/kernel": ((64, 256), "64 x 256"),
         "Dense_1/kernel": ((256, 100), "256 x 100"),
     },
-    "gate and up interleaved": {
-        "experts/gate_up_proj": ((4, 64, 256), "4 of 64 x 256"),
-        "experts/gate_up_proj_bias": ((4, 256), "names vectors"),
+    "queries, keys and values in one kernel, and layers": {
+        "attention/wqkv/kernel": ((512, 12, 3, 8, 64), "36 of 512 x 512"),
+        "attention/wo/kernel": ((8, 12, 64, 512), "12 of 512 x 512"),
+    },
+    "fused, each matrix by itself": {
+        "attn/qkv/kernel": ((64, 192), "3 of 64 x 64"),
+        "few_keys/qkv_proj/kernel": ((64, 128), "64 x 128"),  # they are not told apart
+        "interleaved/qkv/kernel": ((64, 4, 48), "64 x 192"),  # those of each head
+        "layers/attn/wqkv": ((4, 64, 192), "12 of 64 x 64"),
+        "torch/attn/c_attn/weight": ((192, 64), "3 of 64 x 64, outputs first"),
+        "mlp/gate_up_proj/kernel": ((64, 256), "2 of 64 x 128"),
+        "experts/gate_up_proj": ((8, 64, 256), "16 of 64 x 128"),
+        "mlp/gate_up/weight": ((256, 64), "2 of 128 x 64, outputs first"),
+    },
+    "as many key heads as layers, along axis 1": {
+        "self_attention/key/kernel": ((4096, 8, 8, 128), "8 of 4096 x 1024"),
+        "MultiHeadDotProductAttention_0/value/kernel": ((2048, 32, 64), "2048 x 2048"),
+    },
+    "one head of keys and values": {"attn/key/kernel": ((4096, 1, 128), "4096 x 128")},
+    "sides": {
+        "mlp/longest/kernel": ((8, 128), "8 x 128"),
+        "mlp/longer/kernel": ((8, 129), "8 x 129, as long as an embedding"),
+        "mlp/short/kernel": ((7, 100), "a side of 7"),
+    },
+    "channels": {
+        "mixer/A_log": ((32, 12), "works on each channel"),
+        "attention/conv1d/kernel": ((4, 12, 1, 128), "works on each channel"),
+        "block/depthwise_conv/kernel": ((3, 3, 64, 64), "works on each channel"),
     },
 }
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_parts_of_models(name):
-    tree = tree_of({path: shape for path, (shape, _) in TREES[name].items()})
-    report = adapprox_jax.muon_report(tree)
+    report = adapprox_jax.muon_report(
+        tree_of({k: of(*shape) for k, (shape, _) in TREES[name].items()})
+    )
     for path, (_, expected) in TREES[name].items():
-        key = "".join(f"['{word}']" for word in path.split("/"))
-        said = report[key]
-        if expected[0].isdigit():
+        said = report["".join(f"['{word}']" for word in path.split("/"))]
+        if said.startswith("orthogonalized"):
             assert said == f"orthogonalized: {expected}", path
         else:
             assert re.match(f"adapprox: .*{expected}", said), (path, said)
-
-
-def test_a_router_of_stacked_layers_with_named_axes():
-    axes = (Axis("layers", 32), Axis("experts", 8), Axis("embed", 4096))
-    params = {"layers": {"gate": {"weight": NamedArray(of(32, 8, 4096), axes)}}}
-    [report] = adapprox_jax.muon_report(params).values()
-    assert report == "adapprox: 8 x 4096, as long as an embedding or a head"  # as of one layer
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
 def test_whole_models(path):
     """Roles, and the matrices that leaves are seen as: how many, inputs, outputs."""
     right = json.loads(path.read_text())["leaves"]
-    tree = {}
+    arrays = {name: of(*leaf["shape"]) for name, leaf in right.items()}
     for name, leaf in right.items():
-        *outer, last = name.split("/")
-        node = tree
-        for part in outer:
-            node = node.setdefault(part, {})
-        node[last] = of(*leaf["shape"])
         if "axes" in leaf:  # of haliax
-            node[last] = NamedArray(node[last], tuple(map(Axis, leaf["axes"], leaf["shape"])))
+            axes = tuple(map(Axis, leaf["axes"], leaf["shape"]))
+            arrays[name] = NamedArray(arrays[name], axes)
+    tree = tree_of(arrays)
     leaves = Leaves.of(tree)
     reports = adapprox_jax.muon_report(tree).values()
     for keys, leaf, view, report in zip(
@@ -208,3 +199,38 @@ def test_whole_models(path):
             sides = [rows, columns] if view.inputs_are_rows else [columns, rows]
             count = [math.prod(batch)] if math.prod(batch) > 1 else []
             assert [*count, *sides] == expected["matrices"], keys
+
+
+def test_a_router_of_stacked_layers_is_judged_as_one_layer():
+    """By the names of its axes, or by the axis of the layers around it; norms are vectors."""
+    axes = (Axis("layers", 32), Axis("experts", 8), Axis("embed", 4096))
+    params = {"layers": {"gate": {"weight": NamedArray(of(32, 8, 4096), axes)}}}
+    [report] = adapprox_jax.muon_report(params).values()
+    assert report == "adapprox: 8 x 4096, as long as an embedding or a head"
+    tree = tree_of(
+        {
+            "layers/attention/query/kernel": of(512, 32, 8, 64),
+            "layers/gate/kernel": of(512, 32, 16),
+            "layers/norm/scale": of(512, 32),
+        }
+    )
+    report = adapprox_jax.muon_report(tree)
+    assert report["['layers']['gate']['kernel']"].startswith("adapprox: 512 x 16, as long")
+    norm = views_of(None, Leaves.of(tree))[-1]
+    assert (norm.batch, norm.is_matrix) == ((1,), False)
+
+
+def test_dimension_numbers_come_before_names():
+    params = {"query": {"kernel": of(64, 4, 16)}}
+    by_head = adapprox_jax.MatrixDimensionNumbers(0, 2)
+    [what] = adapprox_jax.muon_report(params, None, by_head).values()
+    assert what == "orthogonalized: 4 of 64 x 16"
+
+
+def test_the_path_of_a_leaf_is_taken_apart_a_few_times_at_most(monkeypatch):
+    """And not once for every other leaf: a thousand of them took seconds at every trace."""
+    count, real = [], leaves_of_trees._words
+    monkeypatch.setattr(leaves_of_trees, "_words", lambda key: count.append(key) or real(key))
+    params = {f"w{i}": of(8, 16) for i in range(50)}
+    adapprox_jax.muon_report(params)
+    assert 0 < len(count) <= 10 * len(params)

@@ -1,11 +1,8 @@
 """adapprox_muon on a mesh: each device has its share of the matrices, and few bytes move."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -27,21 +24,16 @@ SPECS = {
 }
 
 
-@pytest.fixture
-def mesh():
-    mesh = mesh_of((2, 4), ("x", "y"))
-    with jax.set_mesh(mesh):
-        yield mesh
+def directions_of(**settings):
+    """A new function that makes updates orthogonal."""
+    tx = adapprox_jax.orthogonalize(**settings)
+    return jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
 
 
 def directions(params):
-    """The program that makes updates orthogonal."""
-    tx = adapprox_jax.orthogonalize()
-    shardings = {name: getattr(x, "sharding", None) for name, x in params.items()}
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
-    if None not in shardings.values():
-        update = jax.jit(update, out_shardings=shardings)
-    return update.lower(params).compile()
+    """Its program."""
+    shardings = {name: x.sharding for name, x in params.items()}
+    return jax.jit(directions_of(), out_shardings=shardings).lower(params).compile()
 
 
 def copies_moved(found, params):
@@ -50,7 +42,11 @@ def copies_moved(found, params):
     return DEVICES * sum(one.nbytes for one in found) / matrices
 
 
-SMALL = 1e-3  # copies: sums that tell when a group is done
+def two_stacks(spec):
+    """One of a spec, beside another that lies as most do and is turned."""
+    return {"a": ((8, 64, 128), spec), "turned": ((16, 128, 64), P(None, "x", "y"))}
+
+
 # At most: for each axis that divides matrices one there and one back, and one to each copy.
 COPIES = {
     "rows": 4,
@@ -61,47 +57,58 @@ COPIES = {
     "copies": 6,
     "copies of all": 10,
 }
-FAST = ("both", "copies")  # the others are of the slow suite
+SLOW = COPIES.keys() - {"both", "copies"}
+SMALL = 1e-3  # copies: sums that tell when a group is done
+# Leaves, and how often all their numbers are moved at most.
+MOVED = {name: (two_stacks(SPECS[name]), (most + 2 * 4) / 3) for name, most in COPIES.items()} | {
+    "experts": ({"experts": ((8, 64, 128), P("y", "x", None))}, 2),
+    "experts over all devices": ({"experts": ((8, 64, 128), P(("y", "x"), None, None))}, 4),
+    "fused": ({"qkv": ((8, 64, 192), P(None, "x", "y"))}, 4),
+    "fused, by columns": ({"qkv": ((8, 64, 192), P(None, None, ("x", "y")))}, 4),
+    # Into and out of attention: those of several layers are one stack.
+    "square": (
+        {f"q_{layer}": ((64, 64), P("x", "y")) for layer in range(8)}
+        | {f"o_{layer}": ((64, 64), P("y", "x")) for layer in range(8)},
+        4,
+    ),
+}
+
+
+def on_mesh(mesh, leaves):
+    return abstract(mesh, *({name: leaf[i] for name, leaf in leaves.items()} for i in (0, 1)))
 
 
 @pytest.mark.parametrize(
-    "name",
-    [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in COPIES],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MOVED]
 )
-def test_few_copies_move_and_nothing_is_done_twice(mesh, in_phases, name):
+def test_few_copies_move(mesh, in_phases, name):
     in_phases()
-    shapes = {name: (8, 64, 128), "turned": (16, 128, 64)}
-    params = abstract(mesh, shapes, {name: SPECS[name], "turned": P(None, "x", "y")})
-    program = directions(params)
-    moved = copies_moved(collectives_of(program.as_text()), params)
-    assert moved <= (COPIES[name] + 2 * 4) / 3 + SMALL
-    with on_one_device():
-        alone = directions({k: jax.ShapeDtypeStruct(x, jnp.float32) for k, x in shapes.items()})
-    flops = [one.cost_analysis()["flops"] for one in (program, alone)]
-    assert flops[0] <= 1.25 * flops[1] / DEVICES
-
-
-def test_matrices_that_are_divided_in_two_ways_are_not_put_together(mesh, in_phases):
-    """Square ones into and out of attention; those of several layers are one stack."""
-    in_phases()
-    shapes = {f"{name}_{layer}": (64, 64) for name in ("q", "o") for layer in range(8)}
-    specs = {name: P("x", "y") if name[0] == "q" else P("y", "x") for name in shapes}
-    params = abstract(mesh, shapes, specs)
+    leaves, most = MOVED[name]
+    params = on_mesh(mesh, leaves)
     found = collectives_of(directions(params).as_text())
-    assert {one.kind for one in found} <= {"all-to-all", "all-reduce"}
-    assert copies_moved(found, params) <= 4 + SMALL
+    assert copies_moved(found, params) <= most + SMALL
+    if name.startswith(("fused", "square")):
+        assert {one.kind for one in found} <= {"all-to-all", "all-reduce"}
 
 
-def test_few_matrices_of_several_leaves_are_worked_on_at_once(mesh, in_phases):
-    """Two of each of four leaves: one for each device, instead of four times one with zeros."""
+@pytest.mark.parametrize(
+    ("leaves", "of_one_device", "most"),
+    [
+        (two_stacks(SPECS["both"]), two_stacks(P()), 1.25 / DEVICES),
+        # Two of each of four leaves: one for each device, instead of four times one with zeros.
+        (dict.fromkeys("abcd", ((2, 64, 128), P(None, "x"))), {"a": ((1, 64, 128), P())}, 1.5),
+    ],
+    ids=["a large stack", "a few of several leaves"],
+)
+def test_nothing_is_done_twice(mesh, in_phases, leaves, of_one_device, most):
     in_phases()
-    params = abstract(
-        mesh, dict.fromkeys("abcd", (2, 64, 128)), dict.fromkeys("abcd", P(None, "x"))
-    )
+    program = directions(on_mesh(mesh, leaves))
     with on_one_device():
-        alone = directions({"a": jax.ShapeDtypeStruct((1, 64, 128), jnp.float32)})
-    flops = [one.cost_analysis()["flops"] for one in (directions(params), alone)]
-    assert flops[0] <= 1.5 * flops[1]
+        alone = directions(
+            {name: jax.ShapeDtypeStruct(x, "float32") for name, (x, _) in of_one_device.items()}
+        )
+    flops = [one.cost_analysis()["flops"] for one in (program, alone)]
+    assert flops[0] <= most * flops[1]
 
 
 def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
@@ -122,28 +129,9 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
 @pytest.mark.all_platforms
 def test_programs_for_tpus_need_no_callbacks(mesh):
     """TPUs have no custom partitioning: such a program would not compile there."""
-    tx = adapprox_jax.orthogonalize()
     params = abstract(mesh, {"up": (8, 64, 128)}, {"up": P(None, "x", "y")})
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
-    lowered = update.trace(params).lower(lowering_platforms=("tpu",))
+    lowered = directions_of().trace(params).lower(lowering_platforms=("tpu",))
     assert "custom_call" not in lowered.as_text()
-
-
-def test_experts_are_not_gathered(mesh, in_phases):
-    in_phases()
-    shapes = {"experts": (8, 64, 128)}
-    for spec, copies in ((P("y", "x", None), 2), (P(("y", "x"), None, None), 4)):
-        found = collectives_of(directions(abstract(mesh, shapes, {"experts": spec})).as_text())
-        assert copies_moved(found, abstract(mesh, shapes, {"experts": spec})) <= copies + SMALL
-
-
-@pytest.mark.parametrize("spec", [P(None, "x", "y"), P(None, None, ("x", "y"))])
-def test_fused_matrices_come_apart_where_they_are_whole(mesh, in_phases, spec):
-    in_phases()
-    params = abstract(mesh, {"qkv": (8, 64, 192)}, {"qkv": spec})
-    found = collectives_of(directions(params).as_text())
-    assert {one.kind for one in found} <= {"all-to-all", "all-reduce"}
-    assert copies_moved(found, params) <= 4 + SMALL
 
 
 @pytest.mark.parametrize("way", ["on CPUs", "on accelerators"])
@@ -158,8 +146,7 @@ def test_directions_are_those_of_one_device(mesh, request, way):
     shapes["uneven"], specs["uneven"] = (18, 24), P("x", None)
     shapes["qkv"], specs["qkv"] = (3, 16, 48), P(None, "x", "y")
     values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    tx = adapprox_jax.orthogonalize()
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    update = directions_of()
     actual = update(put(mesh, specs, values))
     with on_one_device():
         expected = update(values)
@@ -172,50 +159,12 @@ def test_directions_are_those_of_one_device(mesh, request, way):
             assert np.std(np.asarray(actual[name]) - np.asarray(expected[name])) < 0.04, name
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        dict(),
-        pytest.param(dict(mu_dtype="int4"), marks=pytest.mark.slow),
-        pytest.param(dict(second_moment=True, max_rank=2), marks=pytest.mark.slow),
-    ],
-)
-def test_steps_are_those_of_one_device(mesh, settings):
-    tx = adapprox_jax.adapprox_muon(1e-2, min_dim_size_to_factor=8, **settings)
-    shapes = {"up": (3, 16, 64), "down": (3, 64, 16), "embedding": (96, 16), "bias": (16,)}
-    specs = {"up": P(None, "x", "y"), "down": P(None, "y", "x"), "embedding": P("y", "x")}
-    specs["bias"] = P()
-
-    rng = np.random.default_rng(0)
-    given = [{k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in "1234"]
-
-    def steps(params, *all_grads, **keywords):
-        state = jax.jit(tx.init, **keywords)(params)
-
-        @jax.jit
-        def step(params, state, grads):
-            updates, state = tx.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
-        for grads in all_grads:
-            params, state = step(params, state, grads)
-        return jax.device_get(params)
-
-    placed = [put(mesh, specs, tree) for tree in given]
-    actual = steps(*placed, out_shardings=adapprox_jax.state_shardings(tx, placed[0]))
-    with on_one_device():
-        expected = steps(*given)
-    for name in shapes:
-        np.testing.assert_allclose(actual[name], expected[name], atol=1e-5, err_msg=name)
-
-
 def test_vmapped_and_differentiated_on_a_mesh(mesh):
-    tx = adapprox_jax.orthogonalize()
+    update = directions_of()
     value = np.random.default_rng(0).normal(size=(2, 4, 16, 32)).astype(np.float32)
 
     def total(updates):
-        out, _ = tx.update({"w": updates}, tx.init({"w": updates}))
-        return jnp.sum(out["w"] ** 3)
+        return jnp.sum(update(updates) ** 3)
 
     placed = jax.device_put(value, NamedSharding(mesh, P(None, None, "x", "y")))
     actual = [jax.jit(jax.vmap(total))(placed), jax.jit(jax.grad(total))(placed[0])]
@@ -229,9 +178,7 @@ def test_heads_that_an_axis_divides_in_part():
     """Two heads over eight devices: no names of axes say how the compiler divides them."""
     value = np.random.default_rng(0).normal(size=(16, 2, 8)).astype(np.float32)
     inputs = np.ones((4, 16), np.float32)
-    tx = adapprox_jax.orthogonalize(
-        weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(0, 2)
-    )
+    update = directions_of(weight_dimension_numbers=adapprox_jax.MatrixDimensionNumbers(0, 2))
 
     def step(kernel, inputs):
         def loss(kernel):
@@ -240,8 +187,7 @@ def test_heads_that_an_axis_divides_in_part():
                 heads = jax.lax.with_sharding_constraint(heads, P(None, "x"))
             return jnp.sum(jax.nn.relu(heads) ** 2)
 
-        grads = jax.grad(loss)(kernel)
-        return tx.update(grads, tx.init(grads))[0]
+        return update(jax.grad(loss)(kernel))
 
     results = []
     for devices in (1, DEVICES):
@@ -254,8 +200,7 @@ def test_heads_that_an_axis_divides_in_part():
 def test_explicit_axes(mesh):
     explicit = mesh_of((2, 4), ("x", "y"), AxisType.Explicit)
     value = np.random.default_rng(0).normal(size=(4, 16, 32)).astype(np.float32)
-    tx = adapprox_jax.orthogonalize()
-    update = jax.jit(lambda updates: tx.update(updates, tx.init(updates))[0])
+    update = directions_of()
     with jax.set_mesh(explicit):
         placed = jax.device_put(value, NamedSharding(explicit, P(None, "x", "y")))
         program = update.lower(placed).compile()
@@ -264,4 +209,3 @@ def test_explicit_axes(mesh):
     assert {one.kind for one in collectives_of(program.as_text())} <= {"all-to-all", "all-reduce"}
     with on_one_device():
         np.testing.assert_allclose(actual, update(value), atol=1e-4)
-    assert math.prod(explicit.axis_sizes) == DEVICES

@@ -1,18 +1,15 @@
 """Meshes, above all with explicit axes, where shardings are types that an update must keep."""
 
-import functools
-
 import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
-from tests.common import abstract, described, mesh_of, on_one_device
+from tests.common import abstract, described, mesh_of, on_one_device, put
 
 SPECS = {
     "kernel": P("x", "y"),
@@ -40,7 +37,13 @@ SETTINGS = {
     "paper": adapprox_jax.PAPER,
 }
 OPTIMIZERS = {name: adapprox_jax.adapprox(1e-2, **SETTINGS[name]) for name in SETTINGS}
+OPTIMIZERS["muon"] = adapprox_jax.adapprox_muon(1e-2)
+OPTIMIZERS["muon, 4 bits"] = adapprox_jax.adapprox_muon(1e-2, mu_dtype="int4")
 
+# The hyperparameters are traced.
+OPTIMIZERS["injected"] = optax.inject_hyperparams(
+    adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS
+)(1e-2, **SETTINGS["adaptive"])
 # What comes after the factors knows nothing of them: it is compared without, which compiles fast.
 OPTIMIZERS["average"] = optax.chain(
     adapprox_jax.clip_by_matrix_rms(1.0), adapprox_jax.guided_ema(cosine_guidance=True)
@@ -55,7 +58,7 @@ COMPARED = {
 
 
 @pytest.fixture
-def mesh():
+def explicit_mesh():
     mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
     with jax.set_mesh(mesh):
         yield mesh
@@ -67,15 +70,12 @@ def values(seed):
 
 
 def sharded(tree):
-    return {name: jax.device_put(leaf, SPECS[name]) for name, leaf in tree.items()}
+    """On the mesh in use."""
+    return put(jax.sharding.get_mesh(), SPECS, tree)
 
 
 def types(tree):
     return jax.tree.map(jax.typeof, tree)
-
-
-def shardings(mesh):
-    return {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
 
 
 def after_an_update(tx, params, state):
@@ -86,17 +86,16 @@ def after_an_update(tx, params, state):
 def two_updates(tx, place, names):
     """The second of two updates on leaves put somewhere; the types of the states around both."""
     params, *grads = (place({name: values(seed)[name] for name in names}) for seed in range(3))
-    state, update = jax.jit(tx.init)(params), jax.jit(tx.update)
+    on_mesh = None if place is alone else adapprox_jax.state_shardings(tx, params)
+    state, update = jax.jit(tx.init, out_shardings=on_mesh)(params), jax.jit(tx.update)
     before = types(state)
     for grad in grads:
         updates, state = update(grad, state, params)
     return updates, (before, types(state))
 
 
-@functools.cache
-def expected_of(setting, names):
-    with on_one_device():
-        return jax.device_get(two_updates(OPTIMIZERS[setting], lambda tree: tree, names)[0])
+def alone(tree):
+    return tree
 
 
 def assert_close(actual, expected):
@@ -104,75 +103,57 @@ def assert_close(actual, expected):
 
 
 @pytest.mark.parametrize("setting", OPTIMIZERS)
-def test_an_update_keeps_every_type(mesh, setting):
+def test_an_update_keeps_every_type(explicit_mesh, setting):
     tx, params = OPTIMIZERS[setting], sharded(values(0))
     state = tx.init(params)
     before = jax.tree.map(described, types((params, state)))
     assert after_an_update(tx, params, state) == before
 
 
-@pytest.mark.parametrize(("setting", "names"), COMPARED.items(), ids=COMPARED)
-def test_updates_are_those_of_one_device(mesh, setting, names):
-    updates, (before, after) = two_updates(OPTIMIZERS[setting], sharded, names)
+def assert_as_on_one_device(setting, names):
+    tx = OPTIMIZERS[setting]
+    updates, (before, after) = two_updates(tx, sharded, names)
     assert types(updates) == types(sharded({name: values(0)[name] for name in names}))
     assert before == after
-    assert_close(updates, expected_of(setting, names))
-
-
-# Ranks that adapt take the way of fixed ones at their second step.
-@pytest.mark.parametrize("setting", [pytest.param("fixed", marks=pytest.mark.slow), "adaptive"])
-def test_updates_in_phases_are_those_of_one_device(mesh, setting, in_phases):
-    in_phases()
-    names = ("kernel", "wide", "layers", "replicated", "bias")
     with on_one_device():
-        expected, _ = two_updates(OPTIMIZERS[setting], lambda tree: tree, names)
-    updates, (before, after) = two_updates(OPTIMIZERS[setting], sharded, names)
-    assert types(updates) == types(sharded({name: values(0)[name] for name in names}))
-    assert before == after
+        expected, _ = two_updates(tx, alone, names)
     assert_close(updates, jax.device_get(expected))
 
 
-def test_without_jit_too(mesh):
+@pytest.mark.parametrize(("setting", "names"), COMPARED.items(), ids=COMPARED)
+def test_updates_are_those_of_one_device(explicit_mesh, setting, names):
+    assert_as_on_one_device(setting, names)
+
+
+@pytest.mark.parametrize("setting", ["adaptive", "muon"])
+def test_updates_on_automatic_axes_are_those_of_one_device(mesh, setting):
+    assert_as_on_one_device(setting, COMPARED["adaptive"])
+
+
+def test_updates_in_phases_are_those_of_one_device(explicit_mesh, in_phases):
+    """Ranks that adapt take the way of fixed ones at their second step."""
+    in_phases()
+    assert_as_on_one_device("adaptive", ("kernel", "wide", "layers", "replicated", "bias"))
+
+
+def test_without_jit_too(explicit_mesh):
     tx = OPTIMIZERS["fixed"]
     params = sharded({name: values(0)[name] for name in ("kernel", "bias")})
     state = tx.init(params)
     updates, after = tx.update(params, state, params)
-    assert types(after) == types(state)
-    assert types(updates) == types(params)
-    with on_one_device():
-        alone = jax.device_get(params)
-        expected, _ = jax.jit(tx.update)(alone, tx.init(alone), alone)
-    assert_close(updates, jax.device_get(expected))
-
-
-def test_hyperparameters_may_be_traced(mesh):
-    inject = optax.inject_hyperparams(adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS)
-    tx, params = inject(1e-2, **SETTINGS["adaptive"]), sharded(values(0))
-    state = tx.init(params)
-    before = jax.tree.map(described, types((params, state)))
-    assert after_an_update(tx, params, state) == before
-
-
-def test_factors_are_sharded_as_the_axes_that_they_follow(mesh):
-    tx = adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1)
-    state = tx.init(sharded(values(0)))
-    spec = lambda leaf: tuple(jax.typeof(leaf).sharding.spec)  # noqa: E731
-    assert spec(state.q["kernel"]) == ("x", None)
-    assert spec(state.u["kernel"]) == ("y", None)
-    assert spec(state.q["wide"]) == ("x", None)  # rows are the shorter side, 24
-    assert spec(state.q["experts"]) == ("x", "y", None)
-    assert spec(state.rank[0]) == ("x",)
-    assert spec(state.u["heads"]) == (None, "x", None)
-    assert spec(state.nu["bias"]) == ("y",)
+    assert types((updates, after)) == types((params, state))
 
 
 @pytest.mark.parametrize("setting", ["adaptive", "paper"])  # the others begin alike
-def test_init_of_abstract_values_and_under_jit(mesh, setting):
+def test_init_of_abstract_values_and_under_jit(explicit_mesh, setting):
     tx, params = OPTIMIZERS[setting], sharded(values(0))
     state = tx.init(params)
-    shapes = abstract(mesh, SHAPES, SPECS)
+    shapes = abstract(explicit_mesh, SHAPES, SPECS)
     assert types(tx.init(shapes)) == types(state)
     assert types(jax.jit(tx.init)(params)) == types(state)
+    found = jax.tree.leaves(adapprox_jax.state_shardings(tx, params))
+    for x, sharding in zip(jax.tree.leaves(state), found, strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
     for init in (jax.eval_shape(tx.init, params), jax.eval_shape(tx.init, shapes)):
         assert jax.tree.map(described, init) == jax.tree.map(described, types(state))
 
@@ -181,13 +162,12 @@ def test_init_of_abstract_values_without_a_mesh():
     tx = OPTIMIZERS["fixed"]
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values(0))
     chex.assert_trees_all_equal(tx.init(shapes), tx.init(values(0)))
-    assert jnp.shape(tx.init(shapes)[0].q["kernel"]) == (48, 4)
 
 
 def test_without_the_mesh_in_context():
     """Arrays know the mesh that they lie on."""
     mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
-    tx, params = OPTIMIZERS["fixed"], jax.device_put(values(0), shardings(mesh))
+    tx, params = OPTIMIZERS["fixed"], put(mesh, SPECS, values(0))
     state = tx.init(params)
     before = jax.tree.map(described, types((params, state)))
     assert after_an_update(tx, params, state) == before

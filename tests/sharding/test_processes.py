@@ -34,27 +34,20 @@ print("ranks", info.rank.tolist(), left.rank.tolist(), np.round(left.error, 3).t
 def test_reports_and_buffers_of_two_processes():
     with socket.socket() as listener:
         listener.bind(("", 0))
-        port = listener.getsockname()[1]
+        port = str(listener.getsockname()[1])
 
-    def started(*arguments, devices):
+    def started(program, index, devices):
+        environment = os.environ | {"JAX_NUM_CPU_DEVICES": devices, "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", program, port, index]
         return subprocess.Popen(
-            [sys.executable, "-c", *arguments],
-            cwd=ROOT,
-            env={**os.environ, "JAX_NUM_CPU_DEVICES": devices, "JAX_PLATFORMS": "cpu"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
         )
 
-    def said_by(process):
-        out, errors = process.communicate(timeout=300)
-        assert process.returncode == 0, errors
-        [line] = [line for line in out.splitlines() if line.startswith("ranks")]
-        return line
-
-    pair = [started(PROGRAM, str(port), str(index), devices="4") for index in (0, 1)]
-    lines = [said_by(process) for process in pair]
     alone = PROGRAM.replace("jax.distributed.initialize", "(lambda *_: None)")
-    lines.append(said_by(started(alone, "0", "0", devices="8")))
-    assert lines[0] == lines[1] == lines[2]
-    assert lines[0].startswith("ranks [8, 8, 8, 8] [2, 2, 2, 2] [0.5")
+    programs = [started(PROGRAM, "0", "4"), started(PROGRAM, "1", "4"), started(alone, "0", "8")]
+    first, second, expected = (
+        program.communicate(timeout=300)[0].partition("ranks [")[2].splitlines()[0]
+        for program in programs
+    )
+    assert first == second == expected
+    assert expected.startswith("8, 8, 8, 8] [2, 2, 2, 2] [0.5")

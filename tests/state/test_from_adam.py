@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,11 +74,7 @@ def adams_next(with_adam):
 
 @pytest.mark.parametrize(
     ("approximate", "mu_dtype", "nesterov"),
-    [
-        ("root", None, True),
-        pytest.param("root", jnp.int8, True, marks=pytest.mark.slow),
-        ("moment", jnp.int8, False),
-    ],
+    [("root", None, True), ("moment", jnp.int8, False)],
 )
 def test_a_run_goes_on_without_a_bump(with_adam, adams_next, approximate, mu_dtype, nesterov):
     """As low as Adam's own next steps, and the first one nearly along Adam's, and as long.
@@ -90,8 +87,7 @@ def test_a_run_goes_on_without_a_bump(with_adam, adams_next, approximate, mu_dty
     tx = adapprox_jax.adapprox(RATE, **settings)
     new = from_adam(tx, state, params, approximate=approximate, nesterov=nesterov)
     like = tx.init(params)
-    assert jax.tree.structure(new) == jax.tree.structure(like)
-    jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, new, like)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, like)
     step = step_of(tx, loss)
     _, _, actual = train(step, params, new, range(150, 200))
     for part in (slice(0, 10), slice(10, 50)):
@@ -117,11 +113,6 @@ def test_factors_are_the_best_of_their_rank(with_adam):
     best = np.sqrt(np.sum(spectrum[8:] ** 2)) / np.linalg.norm(root)
     info = adapprox_jax.rank_report(new, params)["['hidden']"]
     np.testing.assert_allclose(info.error, best, rtol=0.02)
-    np.testing.assert_allclose(
-        np.linalg.norm(root - new[0].q["hidden"] @ new[0].u["hidden"].T),
-        info.error * np.linalg.norm(root),
-        rtol=1e-3,
-    )
 
 
 def test_dense_leaves_counts_and_schedules_go_on_exactly(with_adam):
@@ -140,14 +131,12 @@ def test_a_state_from_a_checkpoint_by_its_parts(with_adam):
     """Somebody's count, mu and nu suffice; before the first step they are zero."""
     params, state, _, _ = with_adam
     tx = adapprox_jax.adapprox(RATE)
-    parts = optax.ScaleByAdamState(*(jax.tree.map(np.asarray, x) for x in state[0]))
-    jax.tree.map(
-        np.testing.assert_array_equal, from_adam(tx, parts, params), from_adam(tx, state, params)
-    )
+    parts = optax.ScaleByAdamState(*jax.device_get(state[0]))
+    chex.assert_trees_all_equal(from_adam(tx, parts, params), from_adam(tx, state, params))
     params = {name: params[name] for name in ("hidden", "bias")}
     fresh = from_adam(tx, optax.adam(RATE).init(params), params)
     updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.ones_like, params), fresh, params)
-    assert all(jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates))
+    chex.assert_tree_all_finite(updates)
 
 
 def test_eps_and_the_axes_of_matrices_are_those_given():
@@ -156,8 +145,9 @@ def test_eps_and_the_axes_of_matrices_are_those_given():
     adam = optax.ScaleByAdamState(jnp.asarray(10_000), mu, params)
 
     def average(**changes):
-        numbers = {k: x for k, x in changes.items() if k == "weight_dimension_numbers"}
-        tx = adapprox_jax.adapprox(RATE, **numbers)
+        tx = adapprox_jax.adapprox(
+            RATE, weight_dimension_numbers=changes.get("weight_dimension_numbers")
+        )
         return optax.tree.get(from_adam(tx, adam, params, **changes), "mu")["w"]
 
     np.testing.assert_allclose(average(eps=1.0, clipping_threshold=None), mu["w"] / 2, rtol=1e-4)
@@ -169,55 +159,41 @@ def test_eps_and_the_axes_of_matrices_are_those_given():
 
 def test_states_that_do_not_fit_are_named(with_adam):
     params, state, _, _ = with_adam
-    tx = adapprox_jax.adapprox(RATE)
-    with pytest.raises(ValueError, match="adam_state holds 0 states of Adam; allowed: one"):
-        from_adam(tx, optax.sgd(1.0).init(params), params)
-    wrong = {**params, "hidden": jnp.ones((64, 200))}
-    with pytest.raises(ValueError, match=r"\['hidden'\]"):
-        from_adam(tx, state, wrong)
-    with pytest.raises(ValueError, match="tx keeps no state of Adapprox"):
-        from_adam(optax.adamw(RATE), state, params)
+    tx, muon = adapprox_jax.adapprox(RATE), adapprox_jax.adapprox_muon(RATE)
+    labels = dict.fromkeys(params, "hidden") | {"bias": "rest"}
+    several = optax.partition({"hidden": tx, "rest": adapprox_jax.adapprox(RATE)}, labels)
+    wrong, more = ({**params, name: jnp.ones((64, 200))} for name in ("hidden", "more"))
+    for arguments, message in [
+        ((tx, optax.sgd(1.0).init(params), params), "adam_state holds 0 states of Adam; allowed"),
+        ((tx, state, wrong), r"\['hidden'\]: .* in adam_state have shape \(64, 128\)"),
+        ((muon, state, more), r"\['more'\]: adam_state has no such leaf"),
+        ((optax.adamw(RATE), state, params), "tx keeps no state of Adapprox"),
+        ((several, state, params), "tx has several second moments; allowed: one, or"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            from_adam(*arguments)
     with pytest.raises(ValueError, match="approximate is 'r'; allowed: 'moment', 'root'"):
         from_adam(tx, state, params, approximate="r")
     with pytest.raises(ValueError, match=r"b1 is 1\.0; allowed"):
         from_adam(tx, state, params, b1=1.0)
-    muon = adapprox_jax.adapprox_muon(RATE)
-    with pytest.raises(ValueError, match=r"\['hidden'\]: .* in adam_state have shape \(64, 128\)"):
-        from_adam(muon, state, wrong)
-    with pytest.raises(ValueError, match=r"\['more'\]: adam_state has no such leaf"):
-        from_adam(muon, state, {**params, "more": jnp.ones((64, 64))})
-    by_hand = {"hidden": adapprox_jax.adapprox(RATE), "rest": adapprox_jax.adapprox(RATE)}
-    several = optax.partition(by_hand, dict.fromkeys(params, "hidden") | {"bias": "rest"})
-    with pytest.raises(ValueError, match="tx has several second moments; allowed: one, or"):
-        from_adam(several, state, params)
-
-
-def test_states_can_be_donated_and_parameters_may_be_called_count():
-    params = {"count": jnp.ones((64, 96)), "b": jnp.ones(96)}
-    adam = optax.adam(RATE)
-    grads = jax.tree.map(jnp.ones_like, params)
-    _, adam_state = adam.update(grads, adam.init(params))
-    tx = adapprox_jax.adapprox(optax.constant_schedule(RATE), bias_correction=True)
-    state = from_adam(tx, adam_state, params, bias_correction=True)
-    assert optax.tree.get(state, "mu")["count"].shape == (64, 96)
-    jax.jit(tx.update, donate_argnums=1)(grads, state, params)
-    assert int(adam_state[0].count) == 1
-    assert adam_state[0].nu["b"].shape == (96,)  # neither was given away
 
 
 @pytest.mark.parametrize("corrected", [False, True])
 def test_a_dense_second_moment_is_corrected_where_the_optimizer_does_not_correct_it(corrected):
-    params = {"bias": jnp.ones(8)}
-    adam = optax.adam(RATE, b2=0.99)
-    _, adam_state = adam.update({"bias": jnp.full(8, 2.0)}, adam.init(params))
+    params = {"a": jnp.ones((64, 96)), "bias": jnp.ones(96)}
+    adam, grads = optax.adam(RATE, b2=0.99), jax.tree.map(lambda x: 2 * x, params)
+    _, adam_state = adam.update(grads, adam.init(params))
     tx = adapprox_jax.adapprox(RATE, b2=0.99, bias_correction=corrected)
     state = from_adam(tx, adam_state, params, b2=0.99, bias_correction=corrected)
     # One gradient of 2: its square, or a hundredth of it.
     np.testing.assert_allclose(state[0].nu["bias"], 0.04 if corrected else 4.0, rtol=1e-4)
+    jax.jit(tx.update, donate_argnums=1)(grads, state, params)
+    assert int(adam_state[0].count) == 1
+    assert adam_state[0].nu["bias"].shape == (96,)  # neither was given away
 
 
-def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam, adams_next):
-    params, state, _, loss = with_adam
+def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam):
+    params, state, _, _ = with_adam
     parts = {"matrix": adapprox_jax.adapprox(RATE), "rest": optax.adamw(RATE)}
     labels = {"hidden": "matrix", "stack": "matrix", "out": "rest", "bias": "rest"}
     tx = optax.partition(parts, labels)
@@ -229,74 +205,46 @@ def test_an_adam_of_other_leaves_goes_on_as_it_is(with_adam, adams_next):
         for field in ("mu", "nu"):
             actual, expected = getattr(rest, field)[name], getattr(state[0], field)[name]
             np.testing.assert_array_equal(actual, expected)
-    updates = step_of(tx, loss)(params, new, 150)[3]
-    for name in ("out", "bias"):
-        difference = np.linalg.norm(updates[name] - adams_next[1][False][name])
-        assert difference <= 1e-4 * np.linalg.norm(
-            adams_next[1][False][name]
-        )  # two programs' rounding
 
 
-def test_counts_of_other_things_begin_anew():
-    """Those of schedules go on, wherever they are."""
-    params = {"kernel": jnp.ones((64, 96))}
-    adam, schedule = optax.adam(RATE), optax.constant_schedule(RATE)
-    _, adam_state = adam.update(params, adam.init(params))
-    make = optax.inject_hyperparams(
-        adapprox_jax.adapprox, static_args=(*adapprox_jax.STATIC_ARGS, "weight_decay")
-    )
-    for name, tx, wanted in [
-        ("schedule", adapprox_jax.adapprox(schedule), [1, 1]),
-        ("injected", make(schedule), [1, 1, 1]),
-        ("decay", adapprox_jax.adapprox(RATE, weight_decay=schedule), [1, 1]),
-        (
-            "cautious",
-            adapprox_jax.adapprox(RATE, weight_decay=schedule, cautious_weight_decay=True),
-            [1, 1],
-        ),
-        ("momentum", optax.chain(adapprox_jax.adapprox(RATE), optax.ema(0.9)), [0, 1]),
-        (
-            "plateau",
-            optax.chain(adapprox_jax.adapprox(RATE), optax.contrib.reduce_on_plateau()),
-            [0, 1],
-        ),
-    ]:
-        state = from_adam(tx, adam_state, params)
-        assert jax.tree.structure(state) == jax.tree.structure(tx.init(params)), name
-        counts = [int(x) for _, x in optax.tree.get_all_with_path(state, "count")]
-        assert sorted(counts) == wanted, name
-        shapes = jax.tree.map(lambda x: (x.shape, x.dtype), state)
-        assert shapes == jax.tree.map(lambda x: (x.shape, x.dtype), tx.init(params)), name
+class Params(NamedTuple):
+    """A parameter may be called as a field of states is."""
+
+    kernel: jax.Array
+    count: jax.Array
 
 
-def test_parameters_of_named_tuples_may_be_called_count():
-    """By neurons, in codes and under a schedule, too."""
+SCHEDULE = optax.constant_schedule(RATE)
+INJECT = optax.inject_hyperparams(adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS)
+COUNTS = {  # those of schedules go on, wherever they are, and those of other things begin anew
+    "schedule": (adapprox_jax.adapprox(SCHEDULE, mu_dtype="int8"), [1, 1]),
+    "injected": (INJECT(SCHEDULE), [1, 1, 1]),
+    "decay": (adapprox_jax.adapprox(RATE, weight_decay=SCHEDULE), [1, 1]),
+    "cautious": (
+        adapprox_jax.adapprox(RATE, weight_decay=SCHEDULE, cautious_weight_decay=True),
+        [1, 1],
+    ),
+    "momentum": (optax.chain(adapprox_jax.adapprox_muon(RATE), optax.ema(0.9)), [0, 1]),
+    "plateau": (
+        optax.chain(adapprox_jax.adapprox(RATE), optax.contrib.reduce_on_plateau()),
+        [0, 1],
+    ),
+}
 
-    class Params(NamedTuple):
-        kernel: jax.Array
-        count: jax.Array
 
+@pytest.mark.parametrize("name", COUNTS)
+def test_counts_are_of_steps_where_they_were(name):
+    tx, expected = COUNTS[name]
     params = Params(jnp.ones((64, 96)), jnp.ones((64, 96)))
-    adam = optax.adam(RATE)
-    _, adam_state = adam.update(params, adam.init(params))
-    for tx in (
-        optax.chain(adapprox_jax.adapprox_muon(RATE), optax.ema(0.9)),
-        adapprox_jax.adapprox(optax.constant_schedule(RATE), mu_dtype=jnp.int8),
-    ):
-        state = from_adam(tx, adam_state, params)
-        assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, tx.init(params))
-        jax.eval_shape(tx.update, params, state, params)
-    assert int(state[0].count) == 1
-
-
-def test_masked_states_and_explicit_meshes():
-    params = {"kernel": jnp.ones((64, 96)), "other": jnp.ones((64, 96))}
-    mask = {"kernel": True, "other": False}
-    grads = jax.tree.map(jnp.ones_like, params)
-    adam, tx = optax.masked(optax.adam(RATE), mask), optax.masked(adapprox_jax.adapprox(RATE), mask)
-    _, adam_state = adam.update(grads, adam.init(params))
+    _, adam_state = optax.adam(RATE).update(params, optax.adam(RATE).init(params))
     state = from_adam(tx, adam_state, params)
-    assert adapprox_jax.rank_report(state, params)["['kernel']"].rank == 8
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(params))
+    counts = jax.tree.leaves([x for _, x in optax.tree.get_all_with_path(state, "count")])
+    assert sorted(int(x) for x in counts if x.ndim == 0) == expected
+
+
+def test_explicit_meshes():
+    params = {"kernel": jnp.ones((64, 96)), "other": jnp.ones((64, 96))}
     mesh = mesh_of((4,), ("data",), jax.sharding.AxisType.Explicit)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
     with jax.set_mesh(mesh):
@@ -318,9 +266,8 @@ def test_hidden_matrices_go_on_with_adams_average_of_gradients(with_adam, mu_dty
     tx = adapprox_jax.adapprox_muon(
         RATE, orthogonalized=chosen, mu_dtype=mu_dtype, second_moment=True
     )
-    new, like = from_adam(tx, state, params), tx.init(params)
-    assert jax.tree.structure(new) == jax.tree.structure(like)
-    jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype) or 1 / 0, new, like)
+    new = from_adam(tx, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, tx.init(params))
     assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {150}
     alone = adapprox_jax.adapprox(RATE, mu_dtype=mu_dtype)
     expected = from_adam(alone, state, params)

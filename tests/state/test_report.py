@@ -36,25 +36,11 @@ def test_report_names_shapes_ranks_and_bytes():
     assert stack.nbytes == 3 * info.nbytes
 
 
-def test_report_finds_states_in_wrappers_and_none_where_there_is_none():
-    tx = optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.masked(
-            adapprox_jax.scale_by_adapprox(max_rank=4, min_dim_size_to_factor=1),
-            {"layer": True, "stack": False},
-        ),
-    )
-    assert set(adapprox_jax.rank_report(tx.init(PARAMS), PARAMS)) == {"['layer']['kernel']"}
-    assert adapprox_jax.rank_report(optax.adamw(1e-3).init(PARAMS), PARAMS) == {}
-
-
 @pytest.mark.parametrize(
     ("made_for", "given", "matrices"),
     [
         ((128, 96), (3,), "(96, 128)"),
-        ((128, 96), (64, 192), "(96, 128)"),
         ((2, 128, 96), (3, 128, 96), "(2, 96, 128)"),
-        ((2, 128, 96), (128, 96), "(2, 96, 128)"),
         ((128, 4, 32), (128, 4, 16), "(128, 128)"),
     ],
 )
@@ -77,19 +63,16 @@ def test_parameters_of_other_shapes_are_named(made_for, given, matrices):
         ((4, 80, 16, 5), adapprox_jax.MatrixDimensionNumbers((0, 2), (3, 1)), (64, 400)),
     ],
 )
-@pytest.mark.parametrize("is_abstract", [False, True])
-def test_views_of_several_axes(shape, numbers, matrices, is_abstract):
+def test_views_of_several_axes(shape, numbers, matrices):
     params = {"query": jnp.ones(shape)}
     state = adapprox_jax.scale_by_adapprox(weight_dimension_numbers=numbers).init(params)
-    given = jax.eval_shape(lambda: params) if is_abstract else params
-    info = adapprox_jax.rank_report(state, given)["['query']"]
+    info = adapprox_jax.rank_report(state, jax.eval_shape(lambda: params))["['query']"]
     assert (info.shape, info.matrices) == (shape, matrices)
 
 
-@pytest.mark.parametrize("axis", [0, 1])
-def test_members_along_any_axis(axis):
-    params = {"w": jnp.ones((5, 3, 80, 96)).swapaxes(0, axis)}
-    state = jax.vmap(adapprox_jax.scale_by_adapprox().init, in_axes=axis)(params)
+def test_members_along_any_axis():
+    params = {"w": jnp.ones((3, 5, 80, 96))}
+    state = jax.vmap(adapprox_jax.scale_by_adapprox().init, in_axes=1)(params)
     assert adapprox_jax.rank_report(state, params)["['w']"].matrices == (5, 3, 80, 96)
 
 
@@ -147,8 +130,9 @@ def test_rules_for_the_paths_of_parameters_fit_the_state(tx, dtype):
     assert seen == shapes.keys()
 
 
-def test_two_states_of_one_leaf_are_refused():
+def test_two_states_of_one_leaf_are_refused_and_none_is_reported():
     params = {"w": jnp.ones((64, 96))}
     tx = optax.chain(*(adapprox_jax.scale_by_adapprox(max_rank=rank) for rank in (2, 4)))
     with pytest.raises(ValueError, match=r"'w'.* has factors in two states; allowed: one state"):
         adapprox_jax.rank_report(tx.init(params), params)
+    assert adapprox_jax.rank_report(optax.adamw(1e-3).init(params), params) == {}

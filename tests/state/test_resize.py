@@ -26,7 +26,6 @@ FIXED = dict(max_rank=4)
 
 def gradients(t, params=PARAMS):
     """Of ranks 3 in magnitude, with random signs."""
-
     rng = np.random.default_rng(t)
 
     def make(p):
@@ -81,33 +80,22 @@ def test_a_fraction_is_of_the_shorter_side_also_of_abstract_states():
     assert resize(state, 96).q["kernel"].shape == (96, 54)
 
 
-def test_a_fixed_rank_follows_its_buffers():
-    update, state = trained("fixed")
-    wide = resize(state, 12)
-    expected, _ = update(gradients(7), state, PARAMS)
-    actual, wide = update(gradients(7), wide, PARAMS)
-    # More columns of zeros in a product may change the order in which it is added up.
-    for leaf, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        rounding = 12 * np.finfo(np.float32).eps * np.max(np.abs(other))
-        np.testing.assert_allclose(leaf, other, rtol=0, atol=rounding)
-    assert {int(np.max(info.rank)) for info in rank_report(wide, PARAMS).values()} == {12}
-
-
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_new_columns_of_a_fixed_rank_are_of_use_at_once(accelerator, request):
+def test_a_fixed_rank_follows_its_buffers_and_uses_new_columns_at_once(accelerator, request):
+    update, state = trained("fixed")
+    expected, _ = update(gradients(7), state, PARAMS)
     if accelerator:
         request.getfixturevalue("in_phases")()
-    _, state = trained("fixed")
     tx = adapprox_jax.adapprox(1e-2, max_rank=12)
-    _, wide = jax.jit(tx.update)(gradients(7), resize(state, 12), PARAMS)
+    actual, wide = jax.jit(tx.update)(gradients(7), resize(state, 12), PARAMS)
+    for name, other in {} if accelerator else expected.items():
+        # More columns of zeros in a product may change the order in which it is added up.
+        rounding = 12 * np.finfo(np.float32).eps * np.max(np.abs(other))
+        np.testing.assert_allclose(actual[name], other, rtol=0, atol=rounding)
     for name in ("kernel", "stack"):
         np.testing.assert_allclose(np.linalg.norm(wide[0].q[name], axis=-2), 1, atol=1e-3)
         assert np.all(np.linalg.norm(wide[0].u[name], axis=-2) > 0)
-
-
-def test_there_and_back():
-    _, state = trained("adaptive")
-    jax.tree.map(np.testing.assert_array_equal, resize(resize(state, 32), 16), state)
+    assert {int(np.max(info.rank)) for info in rank_report(wide, PARAMS).values()} == {12}
 
 
 def test_dropping_empty_columns_changes_nothing():
@@ -119,6 +107,9 @@ def test_dropping_empty_columns_changes_nothing():
     expected, _ = update(gradients(8), state, PARAMS)
     actual, _ = update(gradients(8), narrow, PARAMS)
     assert_close(actual, expected)
+    back = resize(narrow, 16)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert jax.tree.map(jax.typeof, back) == jax.tree.map(jax.typeof, state)  # no other program
 
 
 def test_columns_in_use_are_not_dropped_unasked():
@@ -164,15 +155,8 @@ def test_single_leaves_by_their_paths():
     ("width", "message"),
     [
         (0, "max_rank is 0; allowed: an integer of at least 1, or a float"),
-        ("8", "max_rank is '8'; allowed: an integer of at least 1, or a float"),
-        (True, "max_rank is True; allowed"),
         (1.5, "max_rank is 1.5; allowed: an integer of at least 1, or a float in (0, 1]"),
-        (
-            jnp.array(16),
-            "max_rank is an array of JAX; allowed: a Python number, as int() makes one",
-        ),
         ({"['stack']": jnp.array(8)}, "max_rank[\"['stack']\"] is an array of JAX; allowed: a Py"),
-        ({"['kernel']": 0}, "max_rank[\"['kernel']\"] is 0; allowed"),
         ({"kernel": 4}, "max_rank has 'kernel'; allowed: \"['kernel']\", \"['stack']\"."),
         ({"['bias']": 4}, "max_rank has \"['bias']\"; allowed"),
     ],
@@ -197,29 +181,6 @@ def test_under_wrappers(wrap):
     chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
 
 
-def test_growth_compiles_once_for_each_size():
-    """Full leaves get the next size together; the largest size is the end."""
-    tx = adapprox_jax.adapprox(
-        1e-2, initial_rank=1, max_rank=2, error_threshold=0.01, rank_interval=2
-    )
-    params = {name: PARAMS[name] for name in ("kernel", "stack")}
-    state, sizes, seen, traces = tx.init(params), (2, 4), set(), 0
-
-    @jax.jit
-    def update(grads, state):
-        nonlocal traces
-        traces += 1
-        return tx.update(grads, state, params)
-
-    for t in range(12):
-        _, state = update(gradients(t, params), state)
-        state = adapprox_jax.grow(state, params, sizes, error_threshold=0.01)
-        seen.add(tuple(capacities(state, params).values()))
-    assert set(capacities(state, params).values()) == {4}
-    assert traces <= len(sizes)
-    assert len(seen) <= len(sizes)
-
-
 def test_a_full_leaf_is_reported():
     _, state = trained("fixed")
     info = rank_report(state, PARAMS)["['kernel']"]
@@ -229,31 +190,26 @@ def test_a_full_leaf_is_reported():
     assert not rank_report(resize(state, 5), PARAMS)["['kernel']"].is_full()
 
 
-def test_a_checkpoint_of_other_capacities(tmp_path):
-    """What was saved tells its widths; the state goes on in buffers of any."""
-    update, state = trained("adaptive")
-    saved = capacities(state)
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", state)
-        checkpointer.wait_until_finished()
-        tx = adapprox_jax.adapprox(1e-2, **{**ADAPTIVE, "max_rank": 24})
-        template = resize(jax.eval_shape(tx.init, PARAMS), saved)
-        back = resize(checkpointer.restore(tmp_path / "state", template), 24)
-    assert set(capacities(back).values()) == {24}
-    expected, _ = update(gradients(7), state, PARAMS)
-    actual, _ = update(gradients(7), back, PARAMS)
-    assert_close(actual, expected)
+def test_a_template_for_a_checkpoint_of_other_widths():
+    """What was saved tells its widths."""
+    _, state = trained("adaptive")
+    tx = adapprox_jax.adapprox(1e-2, **{**ADAPTIVE, "max_rank": 24})
+    template = resize(jax.eval_shape(tx.init, PARAMS), capacities(state))
+    chex.assert_trees_all_equal_shapes_and_dtypes(template, state)
 
 
-def test_growth_goes_one_size_at_a_time():
+def test_growth_goes_one_size_at_a_time_for_all_that_are_full():
+    """So that a run compiles its step once for each size."""
     tx = adapprox_jax.scale_by_adapprox(initial_rank=4, max_rank=4)
-    params = {"kernel": jnp.ones((96, 128))}
-    state, widths = tx.init(params), []
-    for _ in range(4):
-        widths.append(state.q["kernel"].shape[-1])
-        state = grow(state._replace(rank=(jnp.int32(widths[-1]),)), params, (4, 8, 16))
-    assert widths == [4, 8, 16, 16]
+    params = {"kernel": jnp.ones((96, 128)), "other": jnp.ones((64, 80))}
+    state, widths = tx.init(params), [4, 4]
+    for is_full, expected in (((1, 0), [8, 4]), ((1, 1), [16, 16]), ((1, 1), [16, 16])):
+        ranks = [width if full else 1 for full, width in zip(is_full, widths, strict=True)]
+        state = state._replace(rank=tuple(map(jnp.int32, ranks)))
+        assert grow(state, params, (4, 8, 16), error_threshold=0.1) is state  # of small errors
+        state = grow(state, params, (4, 8, 16))
+        widths = list(capacities(state, params).values())
+        assert widths == expected
     with pytest.raises(
         ValueError, match=r"sizes\[1\] is an array of JAX; allowed: a Python number"
     ):
