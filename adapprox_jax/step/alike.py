@@ -20,6 +20,7 @@ from adapprox_jax.step.platform import Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after, materialize
 
 SMALL = 10**5  # numbers of an array that may be copied
+_LARGE = 2**27  # numbers of an array that may not be beside another; of small ones that costs more
 MANY = 8  # fewer take no longer one by one
 _MOST_GROWTH = 1.5  # of a side, by zeros
 
@@ -83,15 +84,16 @@ def each_alike(
         depend on zeros that `stacked` adds.
       tuples: Of arrays.
       kinds: As in `alike`.
-      waits: Place of an array in a tuple, and in its result. On accelerators it waits for that of
-        the result before. Else XLA may make one kernel of many, with the intermediates of all.
+      waits: Place of an array in a tuple, and in its result. On accelerators a large one waits for
+        that of the result before. Else XLA may make one kernel of several, with all intermediates
+        in memory.
     """
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.is_cpu:
             in_turn: list[Any] = []
             for tree in map(list, trees):
-                if in_turn:
+                if in_turn and tree[waits].size > _LARGE:
                     tree[waits] = begin_after(platform, in_turn[-1][waits], tree[waits])
                 in_turn.append(function(tuple(tree)))
             return in_turn

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import adapprox_jax
+from tests.common import program_of
 
 
 def updates(steps=5, shape=(6, 8)):
@@ -124,3 +125,14 @@ def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, scales):
     state = adapprox_jax.guided_ema(0.9, mu_dtype="int8").init(jnp.zeros(shape))
     assert (state.mu.dtype == jnp.int8) == bool(scales)
     assert state.scale == optax.MaskedNode() if not scales else state.scale.shape == scales
+
+
+def test_codes_of_large_leaves_wait_for_one_another():
+    """On accelerators: else XLA has the new averages of all of them in memory."""
+
+    def barriers(rows):
+        params = {name: jax.ShapeDtypeStruct((rows, 4096), jnp.float32) for name in "abc"}
+        program = program_of(adapprox_jax.guided_ema(mu_dtype="int4"), params, "cuda")
+        return program.count("optimization_barrier")
+
+    assert barriers(2**16) == barriers(2**10) + 2
