@@ -270,7 +270,7 @@ class Study:
             seed=seed,
             weights=_parts_of(name)[1],
             out=out,
-            resume=any((out / "checkpoints").glob("[0-9]*")),
+            resume=any(saved.name.isdigit() for saved in (out / "checkpoints").glob("*")),
         )
         row = {"setting": self.setting, "contender": name, **_trained(config, name)}
         self.folder.mkdir(parents=True, exist_ok=True)
