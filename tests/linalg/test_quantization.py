@@ -70,6 +70,14 @@ def test_blocks_of_a_stack_lie_along_its_rows(bits):
 
 
 @pytest.mark.parametrize("bits", [8, 5, 4])
+def test_both_ends_of_the_number_range_keep_their_signs(bits):
+    """There is no larger scale, so one side is beyond its last code."""
+    array = jnp.tile(jnp.array([3.3e38, -3.3e38]), 16)
+    back = dequantize(*quantize(array, bits, jnp.zeros(32)), array.shape)
+    np.testing.assert_allclose(back, array, rtol=2.0**-2)
+
+
+@pytest.mark.parametrize("bits", [8, 5, 4])
 def test_zeros_and_extreme_blocks(bits):
     x = jnp.asarray(np.r_[np.zeros(32), np.full(32, 1e-30), np.full(32, -3e38)], jnp.float32)
     back = adapprox_jax.dequantize(*quantize(x, bits), (96,))
