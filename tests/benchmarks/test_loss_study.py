@@ -88,7 +88,8 @@ def pretended(monkeypatch):
     made = []
 
     def train(config, *, optimizer, keep):
-        assert not (keep or config.resume)
+        assert not keep
+        assert not config.resume
         made.append((config.learning_rate, config.seed))
         if len(made) == 5:  # a checkpoint is half written
             (config.out / "checkpoints" / "2.orbax-checkpoint-tmp").mkdir(parents=True)
