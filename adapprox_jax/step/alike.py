@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.sharding.axes import explicit_sharding
-from adapprox_jax.step.platform import Platform, on_platform
+from adapprox_jax.step.platform import GPU, Platform, on_platform
 from adapprox_jax.step.xla_order import begin_after, materialize
 
 SMALL = 10**5  # numbers of an array that may be copied
-_LARGE = 2**27  # numbers of an array that may not be beside another; of small ones that costs more
+_LARGE = 2**26  # numbers of an array that may not be beside another; of small ones that costs more
 MANY = 8  # fewer take no longer one by one
 _MOST_GROWTH = 1.5  # of a side, by zeros
 
@@ -89,14 +89,17 @@ def each_alike(
         in memory.
     """
 
+    def in_turn(trees: Sequence[Any]) -> list[Any]:
+        done: list[Any] = []
+        for tree in map(list, trees):
+            if done and tree[waits].size > _LARGE:
+                tree[waits] = begin_after(GPU, done[-1][waits], tree[waits])
+            done.append(function(tuple(tree)))
+        return done
+
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.is_cpu:
-            in_turn: list[Any] = []
-            for tree in map(list, trees):
-                if in_turn and tree[waits].size > _LARGE:
-                    tree[waits] = begin_after(platform, in_turn[-1][waits], tree[waits])
-                in_turn.append(function(tuple(tree)))
-            return in_turn
+            return in_turn(trees)
         groups = alike(trees, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}
@@ -110,7 +113,7 @@ def each_alike(
         return [results[i] for i in range(len(trees))]
 
     if not (tuples and jax.sharding.get_abstract_mesh().empty):
-        return list(map(function, tuples))
+        return in_turn(tuples)
     return on_platform(call, list(tuples))
 
 
