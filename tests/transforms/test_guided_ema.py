@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import adapprox_jax
-from tests.common import program_of
+from tests.common import mesh_of, program_of
 
 
 def updates(steps=5, shape=(6, 8)):
@@ -127,12 +127,16 @@ def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, scales):
     assert state.scale == optax.MaskedNode() if not scales else state.scale.shape == scales
 
 
-def test_codes_of_large_leaves_wait_for_one_another():
-    """On accelerators: else XLA has the new averages of all of them in memory."""
+@pytest.mark.parametrize("kind", ["cuda", "mesh"])
+def test_codes_of_large_leaves_wait_for_one_another(kind):
+    """On accelerators and meshes: else XLA has the new averages of all of them in memory."""
 
     def barriers(rows):
         params = {name: jax.ShapeDtypeStruct((rows, 4096), jnp.float32) for name in "abc"}
-        program = program_of(adapprox_jax.guided_ema(mu_dtype="int4"), params, "cuda")
-        return program.count("optimization_barrier")
+        tx = adapprox_jax.guided_ema(mu_dtype="int4")
+        if kind == "mesh":
+            with jax.set_mesh(mesh_of((8,), ("x",))):
+                return program_of(tx, params).count("optimization_barrier")
+        return program_of(tx, params, kind).count("optimization_barrier")
 
     assert barriers(2**16) == barriers(2**10) + 2
