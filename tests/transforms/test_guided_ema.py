@@ -127,6 +127,7 @@ def test_leaves_of_one_block_and_enough_numbers_are_in_codes(shape, scales):
     assert state.scale == optax.MaskedNode() if not scales else state.scale.shape == scales
 
 
+@pytest.mark.all_platforms
 @pytest.mark.parametrize("kind", ["cuda", "mesh"])
 def test_codes_of_large_leaves_wait_for_one_another(kind):
     """On accelerators and meshes: else XLA has the new averages of all of them in memory."""
