@@ -85,17 +85,19 @@ def each_alike(
       tuples: Of arrays.
       kinds: As in `alike`.
       waits: Place of an array in a tuple, and in its result. On accelerators a large one waits for
-        that of the result before. Else XLA may make one kernel of several, with all intermediates
-        in memory.
+        the result of the large one before. Else XLA may make one kernel of several, with all
+        intermediates in memory.
     """
 
     def in_turn(trees: Sequence[Any]) -> list[Any]:
-        done: list[Any] = []
+        results, last = [], None
         for tree in map(list, trees):
-            if done and tree[waits].size > _LARGE:
-                tree[waits] = begin_after(GPU, done[-1][waits], tree[waits])
-            done.append(function(tuple(tree)))
-        return done
+            is_large = tree[waits].size > _LARGE
+            if is_large and last is not None:
+                tree[waits] = begin_after(GPU, last, tree[waits])
+            results.append(function(tuple(tree)))
+            last = results[-1][waits] if is_large else last
+        return results
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.is_cpu:

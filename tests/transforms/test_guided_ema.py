@@ -133,7 +133,8 @@ def test_codes_of_large_leaves_wait_for_one_another(kind):
     """On accelerators and meshes: else XLA has the new averages of all of them in memory."""
 
     def barriers(rows):
-        params = {name: jax.ShapeDtypeStruct((rows, 4096), jnp.float32) for name in "abc"}
+        params = {name: jax.ShapeDtypeStruct((rows, 4096), jnp.float32) for name in "acd"}
+        params["b"] = jax.ShapeDtypeStruct((64, 4096), jnp.float32)
         tx = adapprox_jax.guided_ema(mu_dtype="int4")
         if kind == "mesh":
             with jax.set_mesh(mesh_of((8,), ("x",))):
