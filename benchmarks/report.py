@@ -36,7 +36,8 @@ ROOT = records.RESULTS.parent
 PICTURES = records.RESULTS / "loss"
 
 BEST_ADAMW = "AdamW b2 0.999, clipped, other parameters x8"  # of the study
-_MUON_X2 = "Muon b1 0.8, other parameters x2"
+_X2 = "other parameters x2"
+_MUON_X2 = f"Muon b1 0.8, {_X2}"
 TEXTS = ("code", "prose")
 # What is shown first, by the name there: the contender, and where the picture has the name, in
 # points beside the dot.
@@ -74,6 +75,14 @@ LENGTHS = (
     *("small, code", "small, code, 1600 steps", "small, code, 6400 steps"),
     "small, prose, 1600 steps",
 )
+LONGER = (
+    *("AdamW with Nesterov, b2 0.999, clipped", "adapprox", "adapprox 4 bits"),
+    *(
+        "Muon, q k v separate, b1 0.95, other parameters x2",
+        "NorMuon, b1 0.95, other parameters x2",
+    ),
+    *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
+)
 # Runs of the defaults of today, whose last one is compared with.
 SMALL = ("small, code", "small, prose")
 MOMENTUM = (
@@ -105,6 +114,8 @@ def blocks() -> dict[str, str]:
     of_state = states["117M"]["0.9"]
     of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
     defaults = loss_tables.summarize(of_defaults)
+    of_weights = loss_tables.read(PICTURES / "weights.jsonl")
+    longer = loss_tables.summarize([*of_defaults, *of_weights])
     found = {
         "at a glance": _at_a_glance(defaults, of_state),
         "shown": loss_tables.shown(
@@ -130,6 +141,7 @@ def blocks() -> dict[str, str]:
         "bits": loss_tables.comparison(defaults, BITS, BITS[0], SMALL),
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "lengths": loss_tables.comparison(defaults, MEMORIES, MEMORIES[-2], LENGTHS),
+        "longer": loss_tables.comparison(longer, LONGER, LONGER[0], LENGTHS[2:3]),
         "decays": loss_tables.comparison(defaults, DECAYS, DECAYS[-1], OF_1600_STEPS),
         "first minutes": _first_minutes(defaults, of_defaults),
         "rates": _rates(defaults, of_defaults),
