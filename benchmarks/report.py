@@ -217,7 +217,7 @@ def _first_minutes(results: loss_tables.Results, rows: Sequence[dict]) -> str:
     """Mean losses on the way, of contenders at their best rates."""
     cells = []
     for (setting, name), best in sorted(results.items()):
-        if name not in MOMENTUM or setting in TEXTS:
+        if name not in MOMENTUM or setting in (*TEXTS, *LENGTHS[1:]):
             continue
         curves = [
             dict(map(tuple, row["curve"]))
