@@ -76,7 +76,7 @@ LENGTHS = (
     "small, prose, 1600 steps",
 )
 LONGER = (
-    *("AdamW with Nesterov, b2 0.999, clipped", "adapprox", "adapprox 4 bits"),
+    *("AdamW with Nesterov, b2 0.999, clipped", "adapprox"),
     *(
         "Muon, q k v separate, b1 0.95, other parameters x2",
         "NorMuon, b1 0.95, other parameters x2",
