@@ -201,6 +201,15 @@ def test_whole_models(path):
             assert [*count, *sides] == expected["matrices"], keys
 
 
+@pytest.mark.parametrize(
+    ("shape", "is_hidden"), [((8, 128), True), ((8, 129), False), ((7, 100), False)]
+)
+def test_limits_of_shape(shape, is_hidden):
+    """A side of 8, and 16 to 1, are those of a hidden matrix."""
+    params = {"mlp": {"wi": {"kernel": of(*shape)}}}
+    assert adapprox_jax.hidden_matrices(params)["mlp"]["wi"]["kernel"] == is_hidden
+
+
 def test_a_router_of_stacked_layers_is_judged_as_one_layer():
     """By the names of its axes, or by the axis of the layers around it; norms are vectors."""
     axes = (Axis("layers", 32), Axis("experts", 8), Axis("embed", 4096))
