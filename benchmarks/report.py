@@ -83,6 +83,10 @@ LONGER = (
     ),
     *("adapprox_muon, b1 by rate", "adapprox_muon 4 bits, b1 by rate"),
 )
+LARGER = (
+    *("adapprox_muon", "adapprox_muon b1 0.95", "adapprox", "Muon"),
+    *("AdamW b2 0.95, clipped", "AdamW b2 0.999, clipped"),
+)
 # Runs of the defaults of today, whose last one is compared with.
 SMALL = ("small, code", "small, prose")
 MOMENTUM = (
@@ -142,6 +146,7 @@ def blocks() -> dict[str, str]:
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "lengths": loss_tables.comparison(defaults, MEMORIES, MEMORIES[-2], LENGTHS),
         "longer": loss_tables.comparison(longer, LONGER, LONGER[0], LENGTHS[2:3]),
+        "larger": loss_tables.comparison(results, LARGER, "Muon", ("larger", "longer")),
         "decays": loss_tables.comparison(defaults, DECAYS, DECAYS[-1], OF_1600_STEPS),
         "first minutes": _first_minutes(defaults, of_defaults),
         "rates": _rates(defaults, of_defaults),
