@@ -68,7 +68,7 @@ def adapprox_muon(
     """Muon with a second moment of its directions, and `adapprox` for all other parameters.
 
     Hidden matrices: running average, Nesterov's momentum, `orthogonalize`, `scale_by_neuron_moment`
-    or `scale_by_adapprox` of the direction, and one size for all. All other parameters:
+    or `scale_by_adapprox` of the direction, a root mean square of 0.2. All other parameters:
     `scale_by_adapprox`, `clip_by_matrix_rms`, `guided_ema`. Then decay and rate for both. Updates
     have about the size of AdamW's; begin with 5 times its rate (docs/choosing.md).
 

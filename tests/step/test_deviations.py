@@ -194,21 +194,23 @@ ADAPTIVE = dict(
 def test_8_drift_bounds_the_distance_that_the_error_does_not_see(settings, steps):
     """Beside the exact second moment; also that the bound is of use."""
     tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
-    is_root, sizes = settings["approximate"] == "root", lognormal((64, 64))
+    is_long, is_root = steps > 1000, settings["approximate"] == "root"
+    sizes = lognormal((24, 32) if is_long else (64, 64))
 
     def gradient_at(t):
         # In a long run the sizes turn slowly, so that the factors have something to follow.
         turned = jnp.roll(sizes, t // 5000, axis=0)
-        return turned * jax.random.normal(jax.random.fold_in(KEY, t), (64, 64))
+        return turned * jax.random.normal(jax.random.fold_in(KEY, t), sizes.shape)
 
-    for state, kept, exact in beside_exact(tx, gradient_at, steps):
+    for i, (state, kept, exact) in enumerate(beside_exact(tx, gradient_at, steps)):
         target = np.sqrt(exact) if is_root else exact
         distance = np.linalg.norm(kept - target)
         assert distance <= 1.001 * float(state.drift[0])
         assert 1 <= int(state.rank[0]) <= settings["max_rank"]
+        if is_long and 50 * i >= steps / 2:
+            assert distance <= 0.7 * np.linalg.norm(target)  # it is a second moment still
     relative = distance / np.linalg.norm(target)
-    assert relative < 0.8  # it is a second moment still
-    if steps == 1000:
+    if not is_long:
         assert float(state.error[0]) < 0.01 < 0.2 < relative
         product = np.asarray(state.q, np.float64) @ np.asarray(state.u, np.float64).T
         drift = float(state.drift[0]) / np.linalg.norm(product)
