@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from adapprox_jax.sharding.axes import explicit_sharding
-from adapprox_jax.step.platform import GPU, Platform, on_platform
-from adapprox_jax.step.xla_order import begin_after, materialize
+from adapprox_jax.step.platform import Platform, on_platform
+from adapprox_jax.step.xla_order import in_turn, materialize
 
 SMALL = 10**5  # numbers of an array that may be copied
-_LARGE = 2**26  # numbers of an array that may not be beside another; of small ones that costs more
 MANY = 8  # fewer take no longer one by one
 _MOST_GROWTH = 1.5  # of a side, by zeros
 
@@ -84,24 +83,12 @@ def each_alike(
         depend on zeros that `stacked` adds.
       tuples: Of arrays.
       kinds: As in `alike`.
-      waits: Place of an array in a tuple, and in its result. On accelerators a large one waits for
-        the result of the large one before. Else XLA may make one kernel of several, with all
-        intermediates in memory.
+      waits: As in `in_turn`, on accelerators.
     """
-
-    def in_turn(trees: Sequence[Any]) -> list[Any]:
-        results, last = [], None
-        for tree in map(list, trees):
-            is_large = tree[waits].size > _LARGE
-            if is_large and last is not None:
-                tree[waits] = begin_after(GPU, last, tree[waits])
-            results.append(function(tuple(tree)))
-            last = results[-1][waits] if is_large else last
-        return results
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         if not platform.is_cpu:
-            return in_turn(trees)
+            return in_turn(function, trees, waits)
         groups = alike(trees, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}
@@ -115,7 +102,7 @@ def each_alike(
         return [results[i] for i in range(len(trees))]
 
     if not (tuples and jax.sharding.get_abstract_mesh().empty):
-        return in_turn(tuples)
+        return in_turn(function, tuples, waits)
     return on_platform(call, list(tuples))
 
 

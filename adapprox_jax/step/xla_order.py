@@ -1,13 +1,15 @@
 """Forces the order in which XLA works, to bound peak memory, and what it works out once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding, varies_no_more
-from adapprox_jax.step.platform import CPU, Platform, on_platform
+from adapprox_jax.step.platform import CPU, GPU, Platform, on_platform
+
+_LARGE = 2**26  # numbers of an array; for smaller ones to wait costs kernels and saves nothing
 
 
 def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
@@ -27,6 +29,28 @@ def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Ar
     if not platform.is_cpu:
         return jax.lax.optimization_barrier((done, array))[1]
     return jnp.where(_never(done), 0, array).astype(array.dtype)
+
+
+def in_turn(
+    function: Callable[..., Any], tuples: Sequence[tuple[jax.Array, ...]], waits: int
+) -> list[Any]:
+    """A function of each of some tuples of arrays, of large ones one after the other.
+
+    Not on CPUs. Else XLA may make one kernel of several, with all intermediates in memory.
+
+    Args:
+      function: From a tuple of arrays to one of arrays.
+      tuples: Of arrays.
+      waits: Place of the array in a tuple that waits, and in a result of the one that it waits for.
+    """
+    results, last = [], None
+    for operands in map(list, tuples):
+        is_large = operands[waits].size > _LARGE
+        if is_large and last is not None:
+            operands[waits] = begin_after(GPU, last, operands[waits])
+        results.append(function(tuple(operands)))
+        last = results[-1][waits] if is_large else last
+    return results
 
 
 def on_cpus(function: Callable[..., Any], tree: Any, *operands: Any) -> Any:
