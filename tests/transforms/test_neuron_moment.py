@@ -43,3 +43,9 @@ def test_matrix_rms_is_that_of_scale_to_matrix_rms(dtype, eps):
         assert x.dtype == dtype
         wide = (np.asarray(tree[name], np.float32) for tree in (actual, expected))
         np.testing.assert_allclose(*wide, rtol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("given", [0, -1.0, float("nan")])
+def test_a_size_that_is_none_is_named(given):
+    with pytest.raises(ValueError, match=f"matrix_rms is {given}; allowed: a number above 0"):
+        adapprox_jax.scale_by_neuron_moment(matrix_rms=given)
