@@ -153,11 +153,16 @@ def comparison(
     return records.table(titles, rows)
 
 
+def lower_case(name: str) -> str:
+    """The name of a row as the benchmarks of speed and memory write it."""
+    return name.lower().replace(",", "")
+
+
 def shown(
     results: Results,
     points: Points,
     settings: Sequence[str],
-    sizes: Mapping[str, float],
+    states: Mapping[str, Mapping[str, float]],
 ) -> str:
     """A row for each name, with its difference from the first one, paired by seed.
 
@@ -165,7 +170,7 @@ def shown(
       results: The summaries.
       points: By the name of a row.
       settings: Each has two columns.
-      sizes: Bytes of state per parameter of a larger model, by the name of the row.
+      states: Of a larger model, as `memory_table` records them.
     """
     titles = ["", "bytes per parameter, 0.9M model", "117M model"]
     for setting in settings:
@@ -174,7 +179,8 @@ def shown(
     rows = []
     for name, (contender, _) in points.items():
         cells = [name, f"{results[settings[0], contender].bytes_a_parameter:.2f}"]
-        cells.append(f"{sizes[name]:.2f}" if name in sizes else "")
+        large = states.get(lower_case(name))
+        cells.append(f"{large['bytes_a_parameter']:.2f}" if large else "")
         for setting in settings:
             one = results[setting, contender]
             less = "" if contender == first else difference(one, results[setting, first])

@@ -4,19 +4,15 @@ States come from `jax.eval_shape`, so that nothing is allocated. The record is
 `results/memory/memory_table.json`.
 """
 
-import functools
 import math
 import pathlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import optax
 import tyro
 
 import adapprox_jax
-from adapprox_jax.state.report import tree_nbytes
 from benchmarks import records
 from benchmarks.contenders import CONTENDERS, DECAY, RATE, adafactor, with_decay
 from benchmarks.inputs import parameter_shapes
@@ -53,55 +49,36 @@ ROWS: dict[str, Callable[[float], optax.GradientTransformation]] = {
     "Adapprox (k_max)": lambda b1: paper_adapprox(b1, adapprox_jax.PAPER["max_rank"]),
 }
 
-# Rows that the paper does not have, with a first moment.
-OURS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    f"Adapprox, rank {rank}{words}": functools.partial(
-        adapprox_jax.adapprox, RATE, weight_decay=DECAY, max_rank=rank, mu_dtype=dtype
-    )
-    for rank in (8, 16)
-    for words, dtype in {
-        "": None,
-        ", average in bfloat16": jnp.bfloat16,
-        ", average in 8 bits": jnp.int8,
-        ", average in 4 bits": jnp.int4,
-    }.items()
-}
-
-# More rows of states.
-BESIDE: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "Adafactor, average in 4 bits": CONTENDERS["adafactor 4 bits"],
-    "Muon": CONTENDERS["muon"],
-    "adapprox_muon": CONTENDERS["adapprox_muon"],
-    "adapprox_muon, average in 4 bits": CONTENDERS["adapprox_muon 4 bits"],
-}
+# Contenders that the paper does not have, at 117M, beside AdamW.
+OURS = (
+    *("adamw", "adafactor 4 bits", "adapprox", "adapprox 8 bits", "adapprox 4 bits"),
+    *("adapprox rank 16", "muon", "adapprox_muon", "adapprox_muon 4 bits"),
+)
 
 
-def state_records(model: str, b1: float) -> dict[str, dict[str, Any]]:
-    """The size of each optimizer's state, with the paper's figure.
-
-    Args:
-      model: A row of the paper's Table 1.
-      b1: Decay of the first moment.
-
-    Returns:
-      A dict from the name of the row to its record.
-    """
+def state_records(
+    model: str, optimizers: Mapping[str, optax.GradientTransformation]
+) -> dict[str, dict[str, float]]:
+    """The size of each optimizer's state, by its name, for a model of the paper's Table 1."""
     shapes = parameter_shapes(model)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes))
+    sizes = {name: adapprox_jax.state_nbytes(tx, shapes) for name, tx in optimizers.items()}
+    return {
+        name: {"mib": nbytes / records.MIB, "bytes_a_parameter": nbytes / parameters}
+        for name, nbytes in sizes.items()
+    }
+
+
+def papers_rows(model: str, b1: float) -> dict[str, dict[str, float]]:
+    """The records of the rows that the paper has for a model and a decay of the first moment."""
     column = COLUMNS.index((model, b1))
-    papers = {name: row[column] for name, row in PAPER_MIB.items() if row[column] is not None}
-    optimizers = {name: ROWS[name](b1) for name in papers}
-    if b1:
-        optimizers |= {name: make() for name, make in (OURS | BESIDE).items()}
-    found = {}
-    for name, tx in optimizers.items():
-        state = jax.eval_shape(tx.init, shapes)
-        found[name] = {
-            "mib": tree_nbytes(state) / records.MIB,
-            "paper_mib": papers.get(name),
-            "bytes_a_parameter": tree_nbytes(state) / parameters,
-        }
-    return found
+    names = [name for name, row in PAPER_MIB.items() if row[column] is not None]
+    return state_records(model, {name: ROWS[name](b1) for name in names})
+
+
+def our_rows() -> dict[str, dict[str, float]]:
+    """The records of `OURS`."""
+    return state_records(MODELS[0], {name: CONTENDERS[name]() for name in OURS})
 
 
 def main(folder: pathlib.Path = RESULTS) -> None:
@@ -110,34 +87,31 @@ def main(folder: pathlib.Path = RESULTS) -> None:
     Args:
       folder: Folder for the JSON.
     """
-    tables = {
-        model: {str(b1): state_records(model, b1) for b1 in FIRST_MOMENTS} for model in MODELS
+    of_paper = {
+        model: {str(b1): papers_rows(model, b1) for b1 in FIRST_MOMENTS} for model in MODELS
     }
-    result = {**records.header(), "records": tables}
-    text = f"{paper_table(tables)}\n\n{our_table(tables)}"
+    result = {**records.header(), "records": of_paper, "ours": our_rows()}
+    text = f"{paper_table(of_paper)}\n\n{our_table(result['ours'])}"
     records.finish(folder / "memory_table.json", result, text)
 
 
-Tables = dict[str, dict[str, dict[str, dict[str, Any]]]]  # by model, b1 and row
+Rows = dict[str, dict[str, float]]
 
 
-def paper_table(tables: Tables) -> str:
+def paper_table(of_paper: dict[str, dict[str, Rows]]) -> str:
     """MiB of the rows that the paper has, by model and b1."""
-    columns = [(model, b1) for model in tables for b1 in tables[model]]
+    columns = [(model, b1) for model in of_paper for b1 in of_paper[model]]
     rows = []
     for name in ROWS:
-        found = [tables[model][b1].get(name) for model, b1 in columns]
+        found = [of_paper[model][b1].get(name) for model, b1 in columns]
         rows.append([name, *("" if one is None else f"{one['mib']:.1f}" for one in found)])
     return records.table(["", *(f"{model}, b1 = {float(b1):g}" for model, b1 in columns)], rows)
 
 
-def our_table(tables: Tables) -> str:
-    """MiB and bytes per parameter of rows that the paper does not have, of the first model."""
-    of_model = next(iter(tables.values()), {}).get(str(FIRST_MOMENTS[0]), {})
+def our_table(ours: Rows) -> str:
+    """MiB and bytes per parameter."""
     rows = [
-        [name, f"{one['mib']:.1f}", f"{one['bytes_a_parameter']:.2f}"]
-        for name, one in of_model.items()
-        if name == "AdamW" or name in OURS | BESIDE
+        [name, f"{one['mib']:.1f}", f"{one['bytes_a_parameter']:.2f}"] for name, one in ours.items()
     ]
     return records.table(["", "MiB", "bytes per parameter"], rows)
 

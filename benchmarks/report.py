@@ -114,25 +114,19 @@ def blocks() -> dict[str, str]:
     results = loss_tables.summarize(loss_tables.read(loss_tables.STUDY))
     names = sorted({name for _, name in results})
     on_both = [name for name in names if all((text, name) in results for text in TEXTS)]
-    states = _read("memory/memory_table.json")["records"]
-    of_state = states["117M"]["0.9"]
+    states = _read("memory/memory_table.json")
     of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
     defaults = loss_tables.summarize(of_defaults)
     of_weights = loss_tables.read(PICTURES / "weights.jsonl")
     longer = loss_tables.summarize([*of_defaults, *of_weights])
     found = {
-        "at a glance": _at_a_glance(defaults, of_state),
-        "shown": loss_tables.shown(
-            defaults,
-            SHOWN,
-            TEXTS,
-            {**_sizes(of_state), "adapprox_muon": of_state["adapprox_muon"]["bytes_a_parameter"]},
-        ),
+        "at a glance": _at_a_glance(defaults, states["ours"]),
+        "shown": loss_tables.shown(defaults, SHOWN, TEXTS, states["ours"]),
         "compared": loss_tables.comparison(results, on_both, BEST_ADAMW, TEXTS),
         "calculator": _calculator("llama3-8b"),
         "calculator, in short": _calculator("llama3-8b", without=(", 8 bits", "--help", "Of dev")),
-        "paper's memory": memory_table.paper_table(states),
-        "memory": memory_table.our_table(states),
+        "paper's memory": memory_table.paper_table(states["records"]),
+        "memory": memory_table.our_table(states["ours"]),
         **{f"device program, {name}": _programs(name) for name in ("h100", "v5e", "v6e")},
         "compile times": compile_times.table(_read("speed/compile_times_cpu.json")["seconds"]),
         "srsi": srsi.table(_read("speed/srsi_cpu.json")["records"]),
@@ -293,29 +287,18 @@ def _calculator(model: str, without: tuple[str, ...] = ()) -> str:
     return "\n".join(["```", *kept, "```"]).replace("\n\n```", "\n```")
 
 
-def _sizes(states: dict[str, dict]) -> dict[str, float]:
-    """Bytes of state per parameter at 117M, by the names that are shown first."""
-    rows = {
-        "AdamW": "AdamW",
-        "Adafactor, 4 bits": "Adafactor, average in 4 bits",
-        "adapprox": "Adapprox, rank 8",
-        "adapprox, 4 bits": "Adapprox, rank 8, average in 4 bits",
-        "Muon": "Muon",
-        "adapprox_muon, 4 bits": "adapprox_muon, average in 4 bits",
-    }
-    return {name: states[row]["bytes_a_parameter"] for name, row in rows.items()}
-
-
 def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
-    """Bytes and loss of six optimizers, and the times of their steps."""
+    """Bytes, losses and times of steps of optimizers whose step on a TPU is known."""
     record = _read("speed/training_step_117M_device.json")
     on_gpu, gpu = record["records"]["117M"], record["device"].removeprefix("NVIDIA ")
     on_tpu = _read("speed/device_program_117M_v5e.json")["records"]
     rows = []
-    for name, size in _sizes(states).items():
-        contender = name.lower().replace(",", "")
-        cells = [name, f"{size:.2f}"]
-        cells += [f"{results[text, SHOWN[name][0]].mean:.2f}" for text in TEXTS]
+    for name, (studied, _) in SHOWN.items():
+        contender = loss_tables.lower_case(name)
+        if f"{contender}, stacked" not in on_tpu or contender not in states:
+            continue
+        cells = [name, f"{states[contender]['bytes_a_parameter']:.2f}"]
+        cells += [f"{results[text, studied].mean:.2f}" for text in TEXTS]
         one = on_gpu.get(contender)
         ratios = update_speed.ratios(one, on_gpu["adamw"]) if one else []
         cells.append(f"{statistics.median(ratios):.2f}" if ratios else "")
