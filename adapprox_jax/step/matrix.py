@@ -127,8 +127,8 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     Args:
       plan: Of the leaf.
       matrix: The matrix.
-      read_once: Whether it goes into one pass, and into no other product there. Else it would be
-        written to memory if q u^T were a product of matrices.
+      read_once: Whether it goes into one pass, and into no other product there. Else platforms
+        that do not fuse it write it to memory, rounded to their type of targets.
     """
     if matrix.target is not None:
         return matrix.target
@@ -140,7 +140,12 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     else:
         last = product_of(plan, factors)
     last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)
-    return plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2)
+    target = plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2)
+    dtype = plan.platform.target_dtype
+    if read_once or dtype is None or target.dtype != jnp.float32:
+        return target
+    # Behind a barrier, because XLA would leave the rounding out.
+    return jax.lax.optimization_barrier(target.astype(dtype)).astype(target.dtype)
 
 
 def product_of(plan: Plan, factors: Factors) -> jax.Array:

@@ -21,7 +21,6 @@ import numpy as np
 from adapprox_jax.linalg.orthonormalize import ORTHONORMALIZE, WARM_ROUNDS, column_sizes
 from adapprox_jax.linalg.rounding import wide_dtype
 from adapprox_jax.linalg.srsi import normalize, power_of_two_below, principal_turn
-from adapprox_jax.sharding.axes import devices_in_use
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.batching import (
     each,
@@ -121,7 +120,7 @@ def step_stacks(
     turns, ranks = zip(*chosen, strict=True)
     kept = each(kept_columns, plans, lasts, _turned(factors, turns), ranks)
     residuals: Sequence[jax.Array]
-    squares: Sequence[jax.Array] = ()
+    squares: Sequence[jax.Array]
     quotients: Sequence[jax.Array] = ()
     if platform.is_cpu:
         of_last_pass = _compared(residuals_and_quotient, found, kept)
@@ -129,17 +128,23 @@ def step_stacks(
     elif platform.fuses_products:
         residuals, squares = zip(*_compared(residuals_and_squares, found, kept), strict=True)
     else:
-        residuals = _compared(residuals_of, found, kept)
+        # In the pass that makes the targets for `project`. The last pass makes them once more, or
+        # XLA would keep them.
+        squares = _sums_of_squares(sweep(quotient_of, plans, stacks))
+        stacks, _ = _made_anew(plans, stacks, us)
+        residuals = _compared(residuals_of, found._replace(stacks=stacks), kept)
     pairs = zip(kept, units, strict=True)
     energies = sums_of([jnp.square(u / unit[:, None, None]) for (_, u), unit in pairs])
     terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), energies, units)
     errors = together(errors_of, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     quotients = quotients or sweep(quotient_of, plans, stacks)
-    wide = (x.astype(wide_dtype(x.dtype)) for x in quotients)
-    squares = squares or sums_of([jnp.square(x) for x in wide])
     updates = each(clipped, plans, quotients, squares, entries)
     return list(zip(updates, states, squares, strict=True))
+
+
+def _sums_of_squares(stacks: Sequence[jax.Array]) -> list[jax.Array]:
+    return sums_of([jnp.square(x.astype(wide_dtype(x.dtype))) for x in stacks])
 
 
 def _choose_fixed(found: Found) -> list[Any]:
@@ -231,19 +236,11 @@ def _largest_in_columns(arrays: Sequence[jax.Array], grads: Sequence[jax.Array])
 def _made_anew(
     plans: Sequence[Plan], stacks: Sequence[Matrix], after: Sequence[jax.Array]
 ) -> tuple[list[Matrix], list[jax.Array]]:
-    """Recomputes targets after `after` instead of storing them, but for those that are kept."""
-    stays = _largest_that_stays(plans, stacks)
+    """Recomputes targets after `after` instead of storing them."""
     anew, later = list(stacks), list(after)
     for i, plan in enumerate(plans):
-        if not plan.platform.is_cpu and i != stays:
+        if not plan.platform.is_cpu:
             # Leaf by leaf: under `jax.shard_map` what leaves a barrier varies as all that enters.
             q, later[i] = jax.lax.optimization_barrier((stacks[i].q, after[i]))
             anew[i] = stacks[i]._replace(q=q)
     return anew, later
-
-
-def _largest_that_stays(plans: Sequence[Plan], stacks: Sequence[Matrix]) -> int | None:
-    """The leaf with the largest target, if there is room for it beside any other that is made."""
-    sizes = [stack.grad.size for stack in stacks]
-    most = plans[0].platform.most_kept * devices_in_use()
-    return sizes.index(max(sizes)) if sum(sorted(sizes)[-2:]) <= most else None

@@ -27,7 +27,7 @@ from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.alike import alike, places_within, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
 from adapprox_jax.step.phases import step_stacks
-from adapprox_jax.step.platform import GPU, Platform, on_platform
+from adapprox_jax.step.platform import MESH_OF_CPUS, Platform, on_platform
 from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.xla_order import begin_after, first_two, materialize
 
@@ -58,7 +58,7 @@ def step_leaves(
 
     def step(platform: Platform, *operands: Any) -> Stepped:
         if platform.is_cpu and devices_in_use() > 1:
-            platform = GPU
+            platform = MESH_OF_CPUS
         static: dict[str, Any] = {"platform": platform, "views": views, "settings": settings}
         if platform.is_cpu:
             return _leaf_after_leaf(*operands, **static)
