@@ -177,14 +177,18 @@ def project(plan: Plan, matrix: Matrix, basis: Factors) -> jax.Array:
 
 def quotient_of(plan: Plan, matrix: Matrix, *_: Any) -> jax.Array:
     """The gradient over the root of V, in its type."""
+    return wide_quotient_of(plan, matrix).astype(matrix.grad.dtype)
+
+
+def wide_quotient_of(plan: Plan, matrix: Matrix, *_: Any) -> jax.Array:
+    """The gradient over the root of V, in the type that is worked in."""
     target = target_of(plan, matrix, read_once=True)
     if matrix.entries is not None:  # added zeros would be 0 / 0 without eps
         target = jnp.where(matrix.grad == 0, 1, target)
     root = plan.approximation.root(target)
     if plan.approximation.is_square:
         root = at_least_own(root, gradient_of(matrix), plan.scalars)
-    scaled = divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
-    return scaled.astype(matrix.grad.dtype)
+    return divide_by_root(gradient_of(matrix), root, plan.scalars, matrix.scale)
 
 
 def at_least_own(root: jax.Array, grad: jax.Array, scalars: StepScalars) -> jax.Array:
@@ -240,8 +244,8 @@ def residuals_and_squares(
     # Of equal products XLA makes one array. This one gives the same numbers as that of the last
     # pass, and is fused here, and that one there.
     matrix = matrix._replace(q=2 * matrix.q, u=matrix.u / 2)
-    quotient = quotient_of(plan, matrix)
-    return residuals_of(plan, matrix, factors, unit), sum_of_squares(plan, quotient)
+    squares = sum_of_squares(wide_quotient_of(plan, matrix))
+    return residuals_of(plan, matrix, factors, unit), squares
 
 
 def residuals_and_quotient(
@@ -250,10 +254,10 @@ def residuals_and_quotient(
     """The same and the quotient, in one pass, the last one: it may overwrite the gradient."""
     quotient = quotient_of(plan, matrix)
     residuals = residuals_of(plan, matrix, factors, unit)
-    return residuals, sum_of_squares(plan, quotient), quotient
+    return residuals, sum_of_squares(quotient), quotient
 
 
-def sum_of_squares(plan: Plan, quotient: jax.Array) -> jax.Array:
+def sum_of_squares(quotient: jax.Array) -> jax.Array:
     """Of all entries, in the type that is worked in."""
     return jnp.sum(jnp.square(quotient.astype(wide_dtype(quotient.dtype))))
 

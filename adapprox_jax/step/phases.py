@@ -52,6 +52,7 @@ from adapprox_jax.step.matrix import (
     start_of,
     target_of,
     turned,
+    wide_quotient_of,
 )
 
 
@@ -130,7 +131,7 @@ def step_stacks(
     else:
         # In the pass that makes the targets for `project`. The last pass makes them once more, or
         # XLA would keep them.
-        squares = _sums_of_squares(sweep(quotient_of, plans, stacks))
+        squares = sums_of(list(map(jnp.square, sweep(wide_quotient_of, plans, stacks))))
         stacks, _ = _made_anew(plans, stacks, us)
         residuals = _compared(residuals_of, found._replace(stacks=stacks), kept)
     pairs = zip(kept, units, strict=True)
@@ -141,10 +142,6 @@ def step_stacks(
     quotients = quotients or sweep(quotient_of, plans, stacks)
     updates = each(clipped, plans, quotients, squares, entries)
     return list(zip(updates, states, squares, strict=True))
-
-
-def _sums_of_squares(stacks: Sequence[jax.Array]) -> list[jax.Array]:
-    return sums_of([jnp.square(x.astype(wide_dtype(x.dtype))) for x in stacks])
 
 
 def _choose_fixed(found: Found) -> list[Any]:
