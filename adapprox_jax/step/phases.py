@@ -6,8 +6,8 @@
 
 On accelerators a small decomposition costs the same for one matrix as for a hundred. A branch, or a
 loop of unknown length, is a round trip to the host. So all leaves go through the phases at
-once. Their targets are made anew in each phase, one after the other, but for the largest. Nothing
-waits for the host but one branch of adaptive ranks.
+once. Their targets are made anew in each phase, one after the other. Nothing waits for the host but
+one branch of adaptive ranks.
 """
 
 from collections.abc import Callable, Sequence
