@@ -153,8 +153,8 @@ def comparison(
     return records.table(titles, rows)
 
 
-def lower_case(name: str) -> str:
-    """The name of a row as the benchmarks of speed and memory write it."""
+def contender_of(name: str) -> str:
+    """The name in `benchmarks.contenders` of what a row shows."""
     return name.lower().replace(",", "")
 
 
@@ -179,7 +179,7 @@ def shown(
     rows = []
     for name, (contender, _) in points.items():
         cells = [name, f"{results[settings[0], contender].bytes_a_parameter:.2f}"]
-        large = states.get(lower_case(name))
+        large = states.get(contender_of(name))
         cells.append(f"{large['bytes_a_parameter']:.2f}" if large else "")
         for setting in settings:
             one = results[setting, contender]

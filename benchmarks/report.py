@@ -294,7 +294,7 @@ def _at_a_glance(results: loss_tables.Results, states: dict[str, dict]) -> str:
     on_tpu = _read("speed/device_program_117M_v5e.json")["records"]
     rows = []
     for name, (studied, _) in SHOWN.items():
-        contender = loss_tables.lower_case(name)
+        contender = loss_tables.contender_of(name)
         if f"{contender}, stacked" not in on_tpu or contender not in states:
             continue
         cells = [name, f"{states[contender]['bytes_a_parameter']:.2f}"]

@@ -142,7 +142,7 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
     last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)
     target = plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2)
     dtype = plan.platform.target_dtype
-    if read_once or dtype is None or target.dtype != jnp.float32:
+    if read_once or dtype is None or target.dtype == jnp.float64:
         return target
     # Behind a barrier, because XLA would leave the rounding out.
     return jax.lax.optimization_barrier(target.astype(dtype)).astype(target.dtype)

@@ -63,6 +63,7 @@ TPU = dataclasses.replace(
     target_dtype=None,
     directions_at_once=2**24,
 )
+# Whose memory is large, and whose bfloat16 is slow.
 MESH_OF_CPUS = dataclasses.replace(GPU, target_dtype=None)
 
 
