@@ -30,7 +30,7 @@ _LAST = re.compile(  # layers outside of the modules that hold all others
     r"^((fc|final|lm)(_\w+)?|linear|dense|out(put)?|shared|decoder|predictions?|policy)$"
 )
 _INNER = re.compile(
-    r"attn|attention|mixer|mamba|ssm|^(q|k|v|o|x|dt|in|out|up|down)_proj|^(query|key|value)$"
+    r"attn|atten|multiplication|mixer|mamba|ssm|^(q|k|v|o|x|dt|in|out|up|down)_proj|^(query|key|value)$"
 )
 _TABLES = re.compile(  # of leaves that are no module's kernel
     r"(^|_)((rel|abs|relative|absolute)_pos|pos(ition(al)?)?_enc)|(^|_)(tokens?|table)$"
@@ -38,7 +38,8 @@ _TABLES = re.compile(  # of leaves that are no module's kernel
 )
 _LOW_RANK = re.compile(r"(^|_)lora(_|$)")
 _CHANNELS = re.compile(  # of state-space models
-    r"(^|_)(a_log|dt_bias|depthwise)($|_)|^(log_)?a_(real|imag|re|im)$|^(time_faaaa|r_k)$"
+    r"(^|_)(a_log|dt_bias|depthwise)($|_)|^((log_)?a|lambda)_(real|imag|re|im)$"
+    r"|^(time_(faaaa|first|decay)|r_k)$"
 )
 _MOST_ELONGATED = 16  # rows to columns: MLPs have 4, fused heads 3, vocabularies 30 and more
 _SHORTEST_SIDE = 8  # fewer are stacks of vectors

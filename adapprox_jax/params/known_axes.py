@@ -18,14 +18,15 @@ from adapprox_jax.params.matrix_view import MatrixDimensionNumbers, default_axes
 from adapprox_jax.params.vectors import Module, role_of, stack_axes
 
 _FROM_MODEL = re.compile(
-    r"^((w_?|to_|combined_)?(q|k|v|kv|qkv)(_b)?(_proj|_einsum)?|query|key|value|queries|keys|values)$"
+    r"^((w_?|to_|combined_)?(q|k|v|kv|qkv)(_b)?(_proj|_einsum|_projection)?"
+    r"|(query|key|value)(_proj|_projection|_dense)?|queries|keys|values)$"
 )
 _TO_MODEL = re.compile(
-    r"^(o|out|to_out|(attention_)?output|o_proj|out_proj|w_?o|post|attn_vec_einsum)$"
+    r"^((attn_|attention_)?(o|out|output)(_proj)?|to_out|w_?o|post|attn_vec_einsum)$"
 )
-_ATTENTION = re.compile(r"attn|attention")
+_ATTENTION = re.compile(r"attn|atten")
 # With 3 of one size, one after the other.
-_QKV = re.compile(r"^((w|\w+_)?qkv|(w|to_|c_)?attn)(_proj)?$")
+_QKV = re.compile(r"^((w|\w+_)?qkv|(w|to_|c_)?attn)(_proj|_fused)?$")
 _GATE_AND_UP = re.compile(r"^(gate_up|up_gate)(_proj)?$")  # 2 of them
 
 _OUTPUTS_FIRST = "weight"  # of PyTorch and Equinox; Flax and Haiku say kernel and w
@@ -35,6 +36,7 @@ _CONV1D = re.compile(r"^c_(attn|fc|proj)$")  # of transformers' GPT-2: outputs f
 
 
 _LONGEST_HEAD = 512  # a longer axis is of heads that are merged already
+_SHORTEST_HEAD = 8  # a shorter one is the window of a convolution
 
 
 class KnownAxes(NamedTuple):
@@ -48,11 +50,12 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     """What names say of each leaf.
 
     A kernel from the model to heads is (model, heads, size), or (heads, model, size) under a name
-    that ends in "einsum". One back to the model is (heads, size, model). Layers, or queries, keys
-    and values, may be stacked along any axis before the size of heads. Kernels from the model tell
-    which axis that is, because the model is larger than what is stacked. Layers are then stacked
-    along the same axis in all leaves of the module around them. So they are where norms have two
-    axes. The axes of haliax' arrays have names of their own, which come first.
+    that ends in "einsum" and where queries have more heads than keys in that order. One back to
+    the model is (heads, size, model). Layers, or queries, keys and values, may be stacked along
+    any axis before the size of heads. Kernels from the model tell which axis that is, because the
+    model is larger than what is stacked. Layers are then stacked along the same axis in all leaves
+    of the module around them. So they are where norms have two axes. The axes of haliax' arrays
+    have names of their own, which come first.
     """
     axes = stack_axes(leaves)
     if any(axis is not None for axis in axes):
@@ -68,9 +71,13 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
         role == "c_attn" and shape[-2:] == (3 * shape[-1], shape[-1])
         for (_, role), shape in zip(roles, shapes, strict=True)
     )
+    first_sizes: dict[Module, set[int]] = {}  # of kernels from the model
+    for (module, role), shape in zip(roles, shapes, strict=True):
+        if _FROM_MODEL.search(role) and len(shape) == 3:
+            first_sizes.setdefault(module, set()).add(shape[0])
     for i, (module, role) in enumerate(roles):
         if _FROM_MODEL.search(role):
-            numbers, batch = _from_model(role, shapes[i])
+            numbers, batch = _from_model(role, shapes[i], len(first_sizes.get(module, ())) > 1)
             known[i] = KnownAxes(numbers)
             if numbers is not None:
                 alike[module, shapes[i]] = numbers
@@ -144,15 +151,17 @@ def is_from_model(words: Sequence[str]) -> bool:
 
 
 def _from_model(
-    role: str, shape: tuple[int, ...]
+    role: str, shape: tuple[int, ...], differs: bool
 ) -> tuple[MatrixDimensionNumbers | None, tuple[int, ...] | None]:
     """The matrix of a kernel from the model, and what is stacked; None if it has no heads."""
-    if len(shape) < 3 or shape[-1] > _LONGEST_HEAD:
+    if len(shape) < 3 or not _SHORTEST_HEAD <= shape[-1] <= _LONGEST_HEAD:
         return None, None
     others = list(range(len(shape) - 2))
     model = max(others, key=lambda axis: (shape[axis], axis))
     heads = len(shape) - 2
-    if role.endswith("_einsum"):
+    # Layers would be as many in each kernel of a module, where heads need not be.
+    heads_first = differs and len(shape) == 3 and shape[0] < shape[1] >= shape[2]
+    if role.endswith("_einsum") or heads_first:
         model, heads = heads, others[-1]
     elif shape[model] < shape[heads]:
         return None, None

@@ -143,7 +143,8 @@ def default_axes(shape: Sequence[int]) -> list[int]:
     """The axes of rows and columns where nothing is said of a leaf of two axes or more."""
     pair = [len(shape) - 2, len(shape) - 1]
     # A window over pixels is no side of a matrix, however large: first in Flax, last in PyTorch.
-    if len(shape) > 3 and shape[-4] == shape[-3] <= _LARGEST_WINDOW and shape[-2] < 8:
+    is_window = len(shape) > 3 and shape[-4] == shape[-3] <= _LARGEST_WINDOW
+    if is_window and shape[-2] < 8 and shape[-2] != shape[-1]:
         return pair
     if len(shape) > 3 and shape[-2] == shape[-1] <= min(_LARGEST_WINDOW, shape[-4] - 1):
         return [len(shape) - 4, len(shape) - 3]
