@@ -27,8 +27,9 @@ class Platform:
     """Entries of a matrix above which passes go over it in tiles; None: never."""
     largest_slice: int | None
     """Entries of a stack of matrices that a pass works on at once; None: any number."""
-    target_dtype: Any
-    """Type of a target that is written to memory for a product; None for that of the work."""
+    written_dtype: Any
+    """Type of targets for products, and of averages before they are codes, where they are written
+    to memory; None for that of the work."""
     directions_at_once: int
     """Entries that a Newton-Schulz iteration works on at once; about four arrays are that large."""
     directions_dtype: Any
@@ -41,7 +42,7 @@ CPU = Platform(
     most_parts=1,
     largest_whole=2**23,
     largest_slice=2**20,
-    target_dtype=None,
+    written_dtype=None,
     directions_at_once=2**20,
     directions_dtype=None,
 )
@@ -51,7 +52,7 @@ GPU = Platform(
     most_parts=64,
     largest_whole=None,
     largest_slice=None,
-    target_dtype=jnp.bfloat16,
+    written_dtype=jnp.bfloat16,
     directions_at_once=2**25,
     directions_dtype=jnp.bfloat16,
 )
@@ -60,11 +61,11 @@ TPU = dataclasses.replace(
     GPU,
     fuses_products=True,
     most_parts=1,
-    target_dtype=None,
+    written_dtype=None,
     directions_at_once=2**24,
 )
 # Whose memory is large, and whose bfloat16 is slow.
-MESH_OF_CPUS = dataclasses.replace(GPU, target_dtype=None)
+MESH_OF_CPUS = dataclasses.replace(GPU, written_dtype=None)
 
 
 def on_platform(function: Callable[..., Any], *operands: Any) -> Any:
