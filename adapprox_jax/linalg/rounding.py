@@ -33,9 +33,14 @@ def round_stochastically(array: jax.Array, bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(single), finite, single).astype(jnp.bfloat16)
 
 
-def uniform_noise(words: jax.Array) -> jax.Array:
-    """Numbers in [0, 1) from the first 24 bits of random uint32, float32."""
-    return (words >> 8).astype(jnp.float32) * 2.0**-24
+def uniform_noise(shape: tuple[int, ...], count: jax.Array) -> jax.Array:
+    """Numbers in [0, 1) that look random, others for every count.
+
+    Args:
+      shape: Of the result.
+      count: Integer scalar.
+    """
+    return (random_words(shape, count) >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def random_words(shape: tuple[int, ...], count: jax.Array) -> jax.Array:

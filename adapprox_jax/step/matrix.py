@@ -34,7 +34,6 @@ from adapprox_jax.step.approximation import APPROXIMATIONS, Approximation, avera
 from adapprox_jax.step.platform import Platform
 from adapprox_jax.step.rank_choice import choose_rank
 from adapprox_jax.step.scalars import StepScalars
-from adapprox_jax.step.xla_order import written
 
 _LANES = 128  # of a TPU; a matrix lies in rows if they divide its length
 _TRACE = 1e-3  # of a random column in a start, times the largest entry of the last one
@@ -129,7 +128,7 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
       plan: Of the leaf.
       matrix: The matrix.
       read_once: Whether it goes into one pass, and into no other product there. Else platforms
-        that do not fuse it write it to memory, rounded to their type for that.
+        that do not fuse it write it to memory, rounded to their type of targets.
     """
     if matrix.target is not None:
         return matrix.target
@@ -142,9 +141,11 @@ def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Arr
         last = product_of(plan, factors)
     last = jnp.maximum(last, 0)  # it may have entries below zero (docs/algorithm.md, 3)
     target = plan.approximation.average(last, gradient_of(matrix), plan.scalars.b2)
-    if read_once or plan.platform.written_dtype is None:
+    dtype = plan.platform.target_dtype
+    if read_once or dtype is None or target.dtype == jnp.float64:
         return target
-    return written(plan.platform, target)
+    # Behind a barrier, because XLA would leave the rounding out.
+    return jax.lax.optimization_barrier(target.astype(dtype)).astype(target.dtype)
 
 
 def product_of(plan: Plan, factors: Factors) -> jax.Array:

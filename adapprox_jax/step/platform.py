@@ -27,9 +27,8 @@ class Platform:
     """Entries of a matrix above which passes go over it in tiles; None: never."""
     largest_slice: int | None
     """Entries of a stack of matrices that a pass works on at once; None: any number."""
-    written_dtype: Any
-    """Type of targets for products, and of averages before they are codes, where they are written
-    to memory; None for that of the work."""
+    target_dtype: Any
+    """Type of a target that is written to memory for a product; None for that of the work."""
     directions_at_once: int
     """Entries that a Newton-Schulz iteration works on at once; about four arrays are that large."""
     directions_dtype: Any
@@ -42,7 +41,7 @@ CPU = Platform(
     most_parts=1,
     largest_whole=2**23,
     largest_slice=2**20,
-    written_dtype=None,
+    target_dtype=None,
     directions_at_once=2**20,
     directions_dtype=None,
 )
@@ -52,7 +51,7 @@ GPU = Platform(
     most_parts=64,
     largest_whole=None,
     largest_slice=None,
-    written_dtype=jnp.bfloat16,
+    target_dtype=jnp.bfloat16,
     directions_at_once=2**25,
     directions_dtype=jnp.bfloat16,
 )
@@ -61,11 +60,11 @@ TPU = dataclasses.replace(
     GPU,
     fuses_products=True,
     most_parts=1,
-    written_dtype=None,
+    target_dtype=None,
     directions_at_once=2**24,
 )
 # Whose memory is large, and whose bfloat16 is slow.
-MESH_OF_CPUS = dataclasses.replace(GPU, written_dtype=None)
+MESH_OF_CPUS = dataclasses.replace(GPU, target_dtype=None)
 
 
 def on_platform(function: Callable[..., Any], *operands: Any) -> Any:

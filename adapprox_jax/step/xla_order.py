@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.linalg.rounding import round_stochastically
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding, varies_no_more
 from adapprox_jax.step.platform import CPU, GPU, Platform, on_platform
 
@@ -30,27 +29,6 @@ def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Ar
     if not platform.is_cpu:
         return jax.lax.optimization_barrier((done, array))[1]
     return jnp.where(_never(done), 0, array).astype(array.dtype)
-
-
-def written(
-    platform: Platform, array: jax.Array, random_bits: jax.Array | None = None
-) -> jax.Array:
-    """An array that is written to memory, and has been rounded to the platform's type for that.
-
-    Behind a barrier, because XLA would leave the rounding out.
-
-    Args:
-      platform: The one in use.
-      array: Real.
-      random_bits: uint16 of that shape: it is rounded up or down at random. None: to the nearest.
-    """
-    if platform.written_dtype is None or array.dtype == jnp.float64:
-        narrow = array
-    elif random_bits is None:
-        narrow = array.astype(platform.written_dtype)
-    else:
-        narrow = round_stochastically(array, random_bits)
-    return jax.lax.optimization_barrier(narrow).astype(array.dtype)
 
 
 def in_turn(

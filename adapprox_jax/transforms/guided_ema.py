@@ -33,14 +33,13 @@ from adapprox_jax.linalg.quantization import (
     quantize,
     quantized_like,
 )
-from adapprox_jax.linalg.rounding import random_words, uniform_noise, wide_dtype
+from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.sharding.axes import full_along, using_mesh_of, with_automatic_axes
 from adapprox_jax.step.alike import each_alike
-from adapprox_jax.step.platform import on_platform
-from adapprox_jax.step.xla_order import begin_late, on_cpus, written
+from adapprox_jax.step.xla_order import begin_late, on_cpus
 
 Rounding: TypeAlias = Literal["stochastic", "nearest"]
 
@@ -308,14 +307,11 @@ def _average_leaves(
         local = rule if decay is None else dataclasses.replace(rule, b1=decay)
         codes = on_cpus(begin_late, codes, update)
         last = dequantize(codes, scales, update.shape)
-        words = noise = None
-        if local.rounding == "stochastic":
-            words = random_words(update.shape, step)
-            noise, words = uniform_noise(words), words.astype(jnp.uint16)
         # In memory, so that updates are made once: what is emitted is made from both averages.
         older, new = local.terms(update, last)
-        average = on_platform(written, older + new, words)
+        average = jax.lax.optimization_barrier(older + new)
         emitted = local.emitted(average, average - older, left)
+        noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
         return emitted, *quantize(average, local.bits or 0, noise)
 
     results: dict[int, tuple[Any, Any, Any]] = {}

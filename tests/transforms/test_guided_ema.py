@@ -147,11 +147,3 @@ def test_codes_of_large_leaves_wait_for_one_another(kind):
         return len(re.findall(rf"optimization_barrier .* : {codes}, {codes}", program))
 
     assert (waits(2**10), waits(2**16)) == (0, 2)
-
-
-@pytest.mark.all_platforms
-@pytest.mark.parametrize(("kind", "dtype"), [("cuda", "bf16"), ("tpu", "f32")])
-def test_averages_are_written_in_the_type_of_the_platform_before_they_are_codes(kind, dtype):
-    params = jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    program = program_of(adapprox_jax.guided_ema(mu_dtype="int4"), params, kind)
-    assert re.findall(r"optimization_barrier %\w+ : tensor<64x128x(\w+)>", program) == [dtype]
