@@ -50,7 +50,7 @@ def known_axes(leaves: Leaves) -> list[KnownAxes]:
     """What names say of each leaf.
 
     A kernel from the model to heads is (model, heads, size), or (heads, model, size) under a name
-    that ends in "einsum" and where queries have more heads than keys in that order. One back to
+    that ends in "einsum", or where queries have more heads than keys in that order. One back to
     the model is (heads, size, model). Layers, or queries, keys and values, may be stacked along
     any axis before the size of heads. Kernels from the model tell which axis that is, because the
     model is larger than what is stacked. Layers are then stacked along the same axis in all leaves
