@@ -18,6 +18,7 @@ from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
 BITS = (8, 5, 4)
+_UPPER, _INFINITY = 0x7FFF0000, 0x7F800000  # half of a word without its sign; a float32
 # Numbers on a device beyond which a TPU's compiler may end in a failed check, where it makes their
 # scales from blocks within a larger pass, and four do not divide how many blocks a device has.
 _LARGE = 2**24
@@ -67,50 +68,53 @@ def quantize(
         shape = getattr(noise, "shape", type(noise).__name__)
         raise ValueError(f"noise has shape {shape}; allowed: that of the array, {array.shape}.")
     require("array.ndim", array.ndim, lambda d: d >= 1, "at least 1: blocks lie along an axis")
+    scales = scales_of(array, bits, rounded_up=noise is not None)
+    return codes_of(array, scales, bits, noise), scales
+
+
+def scales_of(
+    array: jax.Array, bits: int, *, rounded_up: bool, is_fused: bool = False
+) -> jax.Array:
+    """The smallest scales with which all numbers of a block are between the codes at the ends.
+
+    Args:
+      array: As in `quantize`.
+      bits: As there.
+      rounded_up: As noise needs. Else to the nearest, where a number may be cut off a little.
+      is_fused: Whether sums over blocks fuse with what makes the array. Else it is in memory.
+    """
     axis = block_axis(array.shape)
+    added = 0xFFFF if rounded_up else 0x7FFF
     wide = array.astype(jnp.float32)
-    exact = _exact_scales(wide, axis, bits)
-    # To the nearest, or up where there is noise: numbers beyond their scale would be cut off.
-    added = 0x7FFF if noise is None else 0xFFFF
-    scales = round_stochastically(exact, jnp.full(exact.shape, added, jnp.uint16))
-    codes = _codes(wide, noise, _of_each(scales, axis, array.shape[axis]), bits)
-    if bits == 5:
-        codes = _with_signs_apart(codes, axis)
-    return codes.astype(_DTYPES[bits]), scales
-
-
-def _exact_scales(array: jax.Array, axis: int, bits: int) -> jax.Array:
-    """The smallest scales with which all numbers of a block are between the codes at the ends."""
-    largest, smallest = _extremes_in_blocks(array, axis)
-    up, down = largest, -smallest
-    longer, shorter = jnp.maximum(up, down), jnp.maximum(jnp.minimum(up, down), 0)
+    blocks = in_blocks(_words(wide, added) if is_fused else wide, axis)
+    # Of quarters first: to look along rows within 8 of them is slow on TPUs.
+    parts = jnp.split(blocks, 4, axis + 1)
+    quarters = parts if is_fused else [_words(part, added) for part in parts]
+    words = functools.reduce(_larger_halves, quarters)
+    largest = jax.lax.reduce(words, np.int32(0), _larger_halves, (axis + 1,))
+    halves = largest & _UPPER, largest << 16
+    up, down = (jax.lax.bitcast_convert_type(x, jnp.float32) for x in halves)
+    longer, shorter = jnp.maximum(up, down), jnp.minimum(up, down)
     reach = _units(2 ** (bits - 1) - 1, bits)  # of the last code on the shorter side
     scale = jnp.maximum(longer, jnp.minimum(shorter / reach, LARGEST_BFLOAT16))
-    return jnp.where(down >= up, scale, -scale)
+    signed = jnp.where(down >= up, scale, -scale)
+    return round_stochastically(signed, jnp.full(signed.shape, added, jnp.uint16))
 
 
-def _extremes_in_blocks(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """The largest and the smallest number in each block; the last one may be short."""
-    length = array.shape[axis]
-    whole = length - length % BLOCK
-    blocks = in_blocks(jax.lax.slice_in_dim(array, 0, whole, axis=axis), axis)
-    # Of quarters first: to look along rows within 8 of them is slow on TPUs.
-    quarters = jnp.split(blocks, 4, axis + 1)
-    parts = [(functools.reduce(jnp.maximum, quarters), functools.reduce(jnp.minimum, quarters))]
-    if whole < length:  # and not padded, which would be one more copy
-        rest = jnp.expand_dims(jax.lax.slice_in_dim(array, whole, length, axis=axis), axis)
-        parts.append((rest, rest))
-    start = np.float32(-np.inf), np.float32(np.inf)
-    # Both in one pass over the array.
-    extremes = (jax.lax.reduce(part, start, _both, (axis + 1,)) for part in parts)
-    largest, smallest = (jnp.concatenate(x, axis) for x in zip(*extremes, strict=True))
-    return largest, smallest
+def _words(array: jax.Array, added: int) -> jax.Array:
+    """The size of each number as a bfloat16, in the upper half of an int32, or lower if negative.
+
+    So that one sum over a block finds the largest of each sign: XLA fuses two with nothing.
+    """
+    size = jax.lax.bitcast_convert_type(jnp.abs(array), jnp.int32)
+    rounded = jnp.where(size < _INFINITY, jnp.minimum(size + added, _INFINITY - 1), size)
+    return jnp.where(array < 0, rounded >> 16, rounded & _UPPER)
 
 
 # Not within another function, of which JAX would compile each call anew outside of `jax.jit`.
-def _both(x: Any, y: Any) -> Any:
-    """Of two pairs the larger first and the smaller second number."""
-    return jnp.maximum(x[0], y[0]), jnp.minimum(x[1], y[1])
+def _larger_halves(x: Any, y: Any) -> Any:
+    """The larger upper and the larger lower half of two words."""
+    return jnp.maximum(x & _UPPER, y & _UPPER) | jnp.maximum(x & 0xFFFF, y & 0xFFFF)
 
 
 def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
@@ -126,8 +130,18 @@ def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
     return each.astype(jnp.float32)
 
 
+def codes_of(
+    array: jax.Array, scales: jax.Array, bits: int, noise: jax.Array | None = None
+) -> jax.Array:
+    """The codes of numbers whose blocks have some scales, as `quantize` gives them."""
+    axis = block_axis(array.shape)
+    each = _of_each(scales, axis, array.shape[axis])
+    codes = _codes(array.astype(jnp.float32), noise, each, bits)
+    return (_with_signs_apart(codes, axis) if bits == 5 else codes).astype(_DTYPES[bits])
+
+
 def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -> jax.Array:
-    """The codes of numbers whose blocks have some scales, as int32."""
+    """The codes of numbers with the scale of each, as int32."""
     # An eighth of both: the reciprocal of the largest numbers would count as zero.
     wide = scale / 8
     unit = x / 8 / jnp.where(wide == 0, 1, wide)

@@ -12,7 +12,7 @@ from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import PAPERS_GROWTH, RankGrowth, begins_at_zero
 from adapprox_jax.settings import Hyperparameters, Settings
 from adapprox_jax.step.approximation import Approximate
-from adapprox_jax.transforms.guided_ema import average_unless_zero
+from adapprox_jax.transforms.guided_ema import average_unless_zero, reads_twice
 from adapprox_jax.transforms.scale_by_adapprox import scale_with
 from adapprox_jax.transforms.weight_decay import decay_and_rate
 
@@ -156,9 +156,10 @@ def adapprox(
         nesterov=not cosine_guidance if nesterov is None else nesterov,
         weight_dimension_numbers=weight_dimension_numbers,
     )
+    twice = reads_twice(b1, mu_dtype)
     return named_chain(
         "adapprox",
-        scale_with(settings, hyperparameters, weight_dimension_numbers, key),
+        scale_with(settings, hyperparameters, weight_dimension_numbers, key, twice=twice),
         average,
         *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
     )

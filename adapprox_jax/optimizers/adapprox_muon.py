@@ -22,7 +22,7 @@ from adapprox_jax.params.views import WeightDimensionNumbers
 from adapprox_jax.schedules import RankGrowth, momentum_by_rate
 from adapprox_jax.settings import Hyperparameters, Settings
 from adapprox_jax.step.approximation import Approximate
-from adapprox_jax.transforms.guided_ema import average_unless_zero, code_bits
+from adapprox_jax.transforms.guided_ema import average_unless_zero, code_bits, reads_twice
 from adapprox_jax.transforms.matrix_rms import scale_to_matrix_rms
 from adapprox_jax.transforms.neuron_moment import scale_by_neuron_moment
 from adapprox_jax.transforms.orthogonalize import orthogonalize
@@ -170,8 +170,9 @@ def adapprox_muon(
         orthogonalize(steps, numbers),
         *scaled,
     )
+    twice = reads_twice(adapprox_b1, mu_dtype)
     others = optax.chain(
-        scale_with(settings, clips, numbers, key),
+        scale_with(settings, clips, numbers, key, twice=twice),
         average_unless_zero(adapprox_b1, nesterov=nesterov, **of_average),
         optax.scale(adapprox_learning_rate_scale),
     )

@@ -79,31 +79,30 @@ def each_alike(
     """A function of each of some tuples of arrays, on CPUs of those that are alike together.
 
     Args:
-      function: From a tuple of arrays to one of arrays of the same shapes. Its numbers must not
-        depend on zeros that `stacked` adds.
+      function: From a `Platform` and a tuple of arrays to a tuple of arrays, of the shapes of the
+        first of these. Its numbers must not depend on zeros that `stacked` adds.
       tuples: Of arrays.
       kinds: As in `alike`.
       waits: As in `in_turn`, on accelerators.
     """
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
-        if not platform.is_cpu:
-            return in_turn(function, trees, waits)
+        of_one = partial(function, platform)
+        if not (platform.is_cpu and jax.sharding.get_abstract_mesh().empty):
+            return in_turn(of_one, trees, waits)
         groups = alike(trees, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}
         for group in groups:
             members = [trees[i] for i in group]
             if len(group) == 1:
-                results[group[0]] = function(*members)
+                results[group[0]] = of_one(*members)
             else:
-                done = unstacked(jax.vmap(function)(stacked(members)), places, members)
+                done = unstacked(jax.vmap(of_one)(stacked(members)), places, members)
                 results.update(zip(group, done, strict=True))
         return [results[i] for i in range(len(trees))]
 
-    if not (tuples and jax.sharding.get_abstract_mesh().empty):
-        return in_turn(function, tuples, waits)
-    return on_platform(call, list(tuples))
+    return on_platform(call, list(tuples)) if tuples else []
 
 
 def stacked(trees: Sequence[Any]) -> Any:

@@ -56,6 +56,13 @@ from adapprox_jax.step.matrix import (
 )
 
 
+class Scaled(NamedTuple):
+    """Scaled gradients twice: the same arrays, or made anew for the second one who reads them."""
+
+    first: Any
+    again: Any
+
+
 class Found(NamedTuple):
     """What a step has found of the stacks of leaves; in each list an entry a leaf."""
 
@@ -72,7 +79,8 @@ def step_stacks(
     lasts: Sequence[LeafState],
     entries: Sequence[jax.Array | None],
     chooses: jax.Array,
-) -> list[tuple[jax.Array, LeafState, jax.Array]]:
+    twice: bool,
+) -> list[tuple[Scaled, LeafState, jax.Array]]:
     """One step of Algorithm 3 up to the clip, and with it if there is a threshold.
 
     Args:
@@ -81,6 +89,7 @@ def step_stacks(
       lasts: Their states, with an axis for the batch in front.
       entries: Where zeros stand around matrices, how many entries each has, (batch,).
       chooses: Whether this step chooses ranks.
+      twice: Whether scaled gradients are read for an average in codes.
 
     Returns:
       For each leaf the scaled gradients, the new states, and the sum of the squares of each scaled
@@ -139,9 +148,15 @@ def step_stacks(
     terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), energies, units)
     errors = together(errors_of, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
-    quotients = quotients or sweep(quotient_of, plans, stacks)
-    updates = each(clipped, plans, quotients, squares, entries)
-    return list(zip(updates, states, squares, strict=True))
+    twice = twice and platform.makes_averages_twice
+    updates = []
+    for _ in range(1 + twice):
+        if twice:
+            stacks, _ = _made_anew(plans, stacks, squares)
+        of_pass = quotients or sweep(quotient_of, plans, stacks)
+        updates.append(each(clipped, plans, of_pass, squares, entries))
+    scaled = map(Scaled, updates[0], updates[-1])
+    return list(zip(scaled, states, squares, strict=True))
 
 
 def _choose_fixed(found: Found) -> list[Any]:

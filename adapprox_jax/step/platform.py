@@ -29,6 +29,9 @@ class Platform:
     """Entries of a stack of matrices that a pass works on at once; None: any number."""
     target_dtype: Any
     """Type of a target that is written to memory for a product; None for that of the work."""
+    makes_averages_twice: bool
+    """A sum over blocks fuses with what it reads. So a new average that is kept in codes is made
+    twice, once for the scales of its blocks, and never written to memory in float32."""
     directions_at_once: int
     """Entries that a Newton-Schulz iteration works on at once; about four arrays are that large."""
     directions_dtype: Any
@@ -42,6 +45,7 @@ CPU = Platform(
     largest_whole=2**23,
     largest_slice=2**20,
     target_dtype=None,
+    makes_averages_twice=False,
     directions_at_once=2**20,
     directions_dtype=None,
 )
@@ -52,6 +56,7 @@ GPU = Platform(
     largest_whole=None,
     largest_slice=None,
     target_dtype=jnp.bfloat16,
+    makes_averages_twice=True,
     directions_at_once=2**25,
     directions_dtype=jnp.bfloat16,
 )
@@ -61,10 +66,11 @@ TPU = dataclasses.replace(
     fuses_products=True,
     most_parts=1,
     target_dtype=None,
+    makes_averages_twice=False,
     directions_at_once=2**24,
 )
 # Whose memory is large, and whose bfloat16 is slow.
-MESH_OF_CPUS = dataclasses.replace(GPU, target_dtype=None)
+MESH_OF_CPUS = dataclasses.replace(GPU, target_dtype=None, makes_averages_twice=False)
 
 
 def on_platform(function: Callable[..., Any], *operands: Any) -> Any:

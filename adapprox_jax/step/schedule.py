@@ -26,13 +26,13 @@ from adapprox_jax.sharding.axes import devices_in_use, varying_alike, with_autom
 from adapprox_jax.state.layout import LeafState
 from adapprox_jax.step.alike import alike, places_within, stacked, unstacked
 from adapprox_jax.step.matrix import Plan, step_dense
-from adapprox_jax.step.phases import step_stacks
+from adapprox_jax.step.phases import Scaled, step_stacks
 from adapprox_jax.step.platform import MESH_OF_CPUS, Platform, on_platform
 from adapprox_jax.step.scalars import StepScalars
 from adapprox_jax.step.xla_order import begin_after, first_two, materialize
 
-Stepped = list[tuple[jax.Array, LeafState]]
-_WithSquares = list[tuple[jax.Array, LeafState, jax.Array | None]]  # sums of squares of matrices
+Stepped = list[tuple[Scaled, LeafState]]
+_WithSquares = list[tuple[Scaled, LeafState, jax.Array | None]]  # sums of squares of matrices
 
 
 def step_leaves(
@@ -41,6 +41,8 @@ def step_leaves(
     states: Sequence[LeafState],
     views: tuple[MatrixView, ...],
     settings: Settings,
+    *,
+    twice: bool = False,
 ) -> Stepped:
     """One step for all leaves, on the schedule that suits the platform and the mesh in use.
 
@@ -50,6 +52,7 @@ def step_leaves(
       states: The leaves' states.
       views: Which axes form matrices.
       settings: Of the optimizer.
+      twice: As in `step_stacks`.
 
     Returns:
       For each leaf the scaled gradient in its type, and the new state. If there is a threshold, the
@@ -62,7 +65,8 @@ def step_leaves(
         static: dict[str, Any] = {"platform": platform, "views": views, "settings": settings}
         if platform.is_cpu:
             return _leaf_after_leaf(*operands, **static)
-        return [(scaled, new) for scaled, new, _ in _together(*operands, **static)]
+        stepped = _together(*operands, twice=twice, **static)
+        return [(scaled, new) for scaled, new, _ in stepped]
 
     return on_platform(step, scalars, list(grads), list(states))
 
@@ -99,7 +103,7 @@ def _leaf_after_leaf(
             done = first_two(grad) if done is None else done
             state = state._replace(q=begin_after(static["platform"], done, state.q))
         stepped = _together(scalars, [grad], [state], [entries], views=(view,), **static)
-        [(scaled, new, squares)] = stepped
+        [((scaled, _), new, squares)] = stepped
         if len(group) > 1:
             parts = unstacked((scaled, new), places, members)
             results.update(zip(group, parts, strict=True))
@@ -110,7 +114,8 @@ def _leaf_after_leaf(
             # before that: small decompositions run beside the next leaf's products.
             done = jnp.stack([jnp.sum(squares).astype(jnp.float32), last_error])
             last_error = jnp.max(new.error).astype(jnp.float32)
-    return [results[i] for i in range(len(grads))]
+    in_order = (results[i] for i in range(len(grads)))
+    return [(Scaled(scaled, scaled), new) for scaled, new in in_order]
 
 
 def _kind_of(
@@ -125,7 +130,7 @@ def _kind_of(
 
 
 # Outside of a compiled step it is compiled by itself, once for each shape and settings.
-@partial(jax.jit, static_argnames=("platform", "views", "settings"))
+@partial(jax.jit, static_argnames=("platform", "views", "settings", "twice"))
 def _together(
     scalars: StepScalars,
     grads: Sequence[jax.Array],
@@ -135,6 +140,7 @@ def _together(
     platform: Platform,
     views: tuple[MatrixView, ...],
     settings: Settings,
+    twice: bool = False,
 ) -> _WithSquares:
     """One step for all leaves in phases."""
     factored = [i for i, state in enumerate(states) if state.is_factored]
@@ -163,19 +169,22 @@ def _together(
             stacks.append(to_matrices(grad, view))
             lasts.append(jax.tree.map(lambda x, b=batch: x.reshape(-1, *x.shape[len(b) :]), state))
         results: _WithSquares = []
-        stepped = step_stacks(plans, stacks, lasts, entries or [None] * len(plans), chooses)
+        alone: Any = [None] * len(plans)
+        stepped = step_stacks(plans, stacks, lasts, entries or alone, chooses, twice)
         for result, grad, state, view in zip(stepped, grads, states, of_matrices, strict=True):
             scaled, *rest = result
             batch = state.rank.shape
             rest = jax.tree.map(lambda x, b=batch: x.reshape(*b, *x.shape[1:]), rest)
-            results.append((from_matrices(scaled, view, grad.shape), *rest))
+            in_leaf = Scaled(*(from_matrices(x, view, grad.shape) for x in scaled))
+            results.append((in_leaf, *rest))
         return results
 
     some = [grads[i] for i in factored], [states[i] for i in factored]
-    like = [(grad, state, state.rank) for grad, state in zip(*some, strict=True)]
+    like = [(Scaled(grad, grad), state, state.rank) for grad, state in zip(*some, strict=True)]
     of_factored = with_automatic_axes(all_stacks, like)(scalars, *some)
     results = dict(zip(factored, of_factored, strict=True))
     for i, (grad, state) in enumerate(zip(grads, states, strict=True)):
         if i not in results:
-            results[i] = *step_dense(scalars, grad, state), None
+            scaled, new = step_dense(scalars, grad, state)
+            results[i] = Scaled(scaled, scaled), new, None
     return [results[i] for i in range(len(grads))]

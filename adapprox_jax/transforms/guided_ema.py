@@ -29,17 +29,26 @@ from adapprox_jax.linalg.quantization import (
     BLOCK,
     bits_of,
     block_axis,
+    codes_of,
     dequantize,
     quantize,
     quantized_like,
+    scales_of,
 )
 from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
-from adapprox_jax.sharding.axes import full_along, using_mesh_of, with_automatic_axes
+from adapprox_jax.sharding.axes import (
+    devices_in_use,
+    full_along,
+    using_mesh_of,
+    with_automatic_axes,
+)
 from adapprox_jax.step.alike import each_alike
-from adapprox_jax.step.xla_order import begin_late, on_cpus
+from adapprox_jax.step.phases import Scaled
+from adapprox_jax.step.platform import Platform
+from adapprox_jax.step.xla_order import begin_late
 
 Rounding: TypeAlias = Literal["stochastic", "nearest"]
 
@@ -141,7 +150,8 @@ def guided_ema(
     ) -> tuple[optax.Updates, GuidedEmaState]:
         del params
         check_state(state, GuidedEmaState, "guided_ema")
-        leaves = Leaves.of(updates, "update")
+        again = updates.again if isinstance(updates, Scaled) else None
+        leaves = Leaves.of(updates if again is None else updates.first, "update")
         if state.left.dtype.itemsize < 4:
             raise ValueError(
                 f"guided_ema: the state's left has type {state.left.dtype}; allowed: float32 or"
@@ -153,7 +163,9 @@ def guided_ema(
         left = state.left * jnp.asarray(now.b1, state.left.dtype)
         kept = mu.arrays, _scale_of_each(scales, leaves)
         with using_mesh_of(leaves.arrays):
-            results = _average_leaves(leaves.names, leaves.arrays, *kept, step, left, now)
+            once_more = None if again is None else Leaves.of(again).arrays
+            of_leaves = leaves.names, leaves.arrays, *kept
+            results = _average_leaves(*of_leaves, step, left, now, once_more)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
             views = views_of(weight_dimension_numbers, leaves)
@@ -195,6 +207,11 @@ def average_unless_zero(
     """`guided_ema`, or nothing where b1 is known to be 0."""
     average = guided_ema(b1, **settings)  # made in any case: it checks its arguments
     return optax.identity() if is_zero(b1) else average
+
+
+def reads_twice(b1: optax.ScalarOrSchedule, mu_dtype: jax.typing.DTypeLike | None) -> bool:
+    """Whether an average may read its updates twice, so that they come as `Scaled`."""
+    return code_bits(mu_dtype) is not None and not is_zero(b1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,43 +305,59 @@ def _average_leaves(
     step: Any,
     left: Any,
     rule: _Rule,
+    again: Sequence[Any] | None,
 ) -> list[tuple[Any, Any, Any]]:
     """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
     # An argument, where it is an array: what a function closes over has the axes outside of it.
     decay = rule.b1 if isinstance(rule.b1, jax.Array) else None
 
-    def coded(operands: tuple[jax.Array, ...]) -> Any:
-        return with_automatic_axes(average_codes, operands)(*operands, step, left, decay)
+    def coded(platform: Platform, operands: tuple[jax.Array, ...]) -> Any:
+        average = with_automatic_axes(partial(average_codes, platform), operands[:3])
+        return average(step, left, decay, *operands)
 
     def average_codes(
-        update: jax.Array,
-        codes: jax.Array,
-        scales: jax.Array,
+        platform: Platform,
         step: jax.Array,
         left: Any,
         decay: Any,
+        update: jax.Array,
+        codes: jax.Array,
+        scales: jax.Array,
+        again: jax.Array | None = None,
     ) -> tuple[jax.Array, ...]:
         local = rule if decay is None else dataclasses.replace(rule, b1=decay)
-        codes = on_cpus(begin_late, codes, update)
-        last = dequantize(codes, scales, update.shape)
-        # In memory, so that updates are made once: what is emitted is made from both averages.
-        older, new = local.terms(update, last)
-        average = jax.lax.optimization_barrier(older + new)
+        bits, has_noise = local.bits or 0, local.rounding == "stochastic"
+        if platform.is_cpu and devices_in_use() == 1:
+            codes = begin_late(codes, update)
+        older, new = local.terms(update, dequantize(codes, scales, update.shape))
+        average = older + new
+        if platform.makes_averages_twice:
+            of_blocks = scales_of(average, bits, rounded_up=has_noise, is_fused=True)
+            # Of the same arrays XLA would make one average, and keep it.
+            later = update if again is None else (), codes, of_blocks
+            others, codes, of_blocks = jax.lax.optimization_barrier(later)
+            again = others if again is None else again
+            older, new = local.terms(again, dequantize(codes, scales, update.shape))
+            average = older + new
+        else:
+            # In memory, so that updates are made once: what is emitted is made from both averages.
+            average = jax.lax.optimization_barrier(average)
+            of_blocks = scales_of(average, bits, rounded_up=has_noise)
         emitted = local.emitted(average, average - older, left)
-        noise = uniform_noise(update.shape, step) if local.rounding == "stochastic" else None
-        return emitted, *quantize(average, local.bits or 0, noise)
+        noise = uniform_noise(update.shape, step) if has_noise else None
+        return emitted, codes_of(average, of_blocks, bits, noise), of_blocks
 
     results: dict[int, tuple[Any, Any, Any]] = {}
     in_codes = {}
     for i, (name, update, mu, scale) in enumerate(zip(names, updates, mus, scales, strict=True)):
         _check_average(name, update, mu, scale, rule.bits)
         if scale is not None:
-            in_codes[i] = update, mu, scale
+            in_codes[i] = update, mu, scale, *(again[i : i + 1] if again else ())
         else:
             older, new = rule.terms(update, mu)
             emitted = rule.emitted(older + new, new, left)
             results[i] = emitted, (older + new).astype(mu.dtype), scale
-    kinds = [block_axis(update.shape) for update, _, _ in in_codes.values()]
+    kinds = [block_axis(update.shape) for update, *_ in in_codes.values()]
     averaged = each_alike(coded, list(in_codes.values()), kinds, waits=1)  # codes
     results.update(zip(in_codes, averaged, strict=True))
     return [results[i] for i in range(len(names))]

@@ -5,6 +5,7 @@ phases of `step.phases`, where `step.matrix` says what is done to one matrix, an
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from adapprox_jax.argument_checks import check_state
 from adapprox_jax.linalg.orthonormalize import Orthogonalization
 from adapprox_jax.linalg.random_keys import check_key, key_data, wrapped_key
 from adapprox_jax.linalg.rounding import wide_dtype
-from adapprox_jax.params.leaves import Leaves
+from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
 from adapprox_jax.schedules import RankGrowth
 from adapprox_jax.settings import Hyperparameters, Settings
@@ -29,6 +30,7 @@ from adapprox_jax.state.layout import (
     with_leaf_states,
 )
 from adapprox_jax.step.approximation import Approximate
+from adapprox_jax.step.phases import Scaled
 from adapprox_jax.step.schedule import step_leaves
 from adapprox_jax.transforms.matrix_rms import clipped
 
@@ -122,8 +124,13 @@ def scale_with(
     hyperparameters: Hyperparameters,
     weight_dimension_numbers: WeightDimensionNumbers,
     key: int | jax.Array | None,
+    *,
+    twice: bool = False,
 ) -> optax.GradientTransformation:
-    """`scale_by_adapprox` with its arguments put together, and with the clip."""
+    """`scale_by_adapprox` with its arguments put together, and with the clip.
+
+    If `twice`, what it gives is `Scaled`, for `guided_ema`.
+    """
     check_dimension_numbers(weight_dimension_numbers)
     seed_or_data = check_key(0 if key is None else key)
 
@@ -150,15 +157,17 @@ def scale_with(
         with using_mesh_of(grads):
             draws, rounding = replicated(_draw_for_all(key, grads, lasts, settings))
             scalars = hyperparameters.at(count, draws, rounding)
-            results = step_leaves(scalars, grads, lasts, views, settings)
-        scaled = [x for x, _ in results]
+            results = step_leaves(scalars, grads, lasts, views, settings, twice=twice)
+        scaled, again = unzipped([x for x, _ in results], 2)
         if hyperparameters.clipping_threshold is not None:
             dense = [i for i, last in enumerate(lasts) if not last.is_factored]
             some = [scaled[i] for i in dense], [views[i].axes for i in dense]
             for i, x in zip(dense, clipped(*some, hyperparameters.clipping_threshold), strict=True):
-                scaled[i] = x
+                scaled[i] = again[i] = x
         states = [new for _, new in results]
-        return leaves.filled(scaled), with_leaf_states(state, count, states)
+        first: Any = leaves.filled(scaled)
+        given = Scaled(first, leaves.filled(again)) if twice else first
+        return given, with_leaf_states(state, count, states)
 
     return optax.GradientTransformation(init, update)
 
