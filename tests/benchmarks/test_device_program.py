@@ -1,6 +1,7 @@
 """Counting what a program does, and what ours do on an H100 where its compiler is installed."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import jax
@@ -133,6 +134,16 @@ def test_a_step_asks_the_host_only_to_choose_ranks(row, branches):
     assert record["library_calls"] <= 4
     # Of 18 matrices and 34 vectors; 16 or fewer a matrix, whatever the number of leaves.
     assert record["kernels"] <= 500
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("row", ["adapprox 4 bits, stacked", "adapprox_muon 4 bits"])
+def test_a_gpu_writes_no_average_in_float32(row):
+    """It writes targets in bfloat16, which are half as large."""
+    shape = (32_768, 1024)
+    shapes = {"embedding": jax.ShapeDtypeStruct(shape, np.float32)}
+    record = device_program.record_of(row, shapes, H100)
+    assert record["temporaries_mib"] < 1.3 * 2 * math.prod(shape) / 2**20
 
 
 @needs_gpu_compiler

@@ -76,6 +76,30 @@ def test_factors_of_targets_in_bfloat16_are_as_near_to_them(name, in_phases, mon
     jax.tree.map(np.testing.assert_array_equal, state.rank, exact_state.rank)
 
 
+@pytest.mark.parametrize(
+    ("name", "bits"), [("adapprox", "int8"), ("adapprox_muon", "int4"), ("guided_ema", "int5")]
+)
+def test_averages_made_twice_are_those_made_once(name, bits, in_phases, monkeypatch):
+    """On GPUs. A number between two codes may get the other one."""
+    make = {
+        "adapprox": partial(adapprox_jax.adapprox, 1.0, max_rank=4, mu_dtype=bits),
+        "adapprox_muon": partial(adapprox_jax.adapprox_muon, 1.0, max_rank=4, mu_dtype=bits),
+        "guided_ema": partial(adapprox_jax.guided_ema, mu_dtype=bits, nesterov=True),
+    }[name]
+    shapes = {"embedding": (128, 64), "mlp": (2, 64, 96), "table": (64, 64), "bias": (64,)}
+    grads = gradients(4, shapes)
+    runs = []
+    for twice in (False, True):
+        record = dataclasses.replace(platform.MESH_OF_CPUS, makes_averages_twice=twice)
+        monkeypatch.setattr(platform, "GPU", record)
+        in_phases("gpu")
+        runs.append(run(make(), grads)[0])
+    for one, other in zip(*runs, strict=True):
+        for leaf in shapes:
+            difference = np.linalg.norm(one[leaf] - other[leaf])
+            assert difference <= 2e-3 * np.linalg.norm(other[leaf]), leaf
+
+
 # The clip on GPUs, and one that is traced: in `test_reference` and under `inject_hyperparams`.
 @pytest.mark.parametrize("kind", ["cpu", "tpu"])
 def test_the_clip_within_the_step_is_that_of_the_transformation(kind, in_phases):
