@@ -75,6 +75,7 @@ def each_alike(
     tuples: Sequence[tuple[jax.Array, ...]],
     kinds: Sequence[Hashable],
     waits: int,
+    most: int,
 ) -> list[Any]:
     """A function of each of some tuples of arrays, on CPUs of those that are alike together.
 
@@ -84,12 +85,13 @@ def each_alike(
       tuples: Of arrays.
       kinds: As in `alike`.
       waits: As in `in_turn`, on accelerators.
+      most: As there.
     """
 
     def call(platform: Platform, trees: Sequence[Any]) -> list[Any]:
         of_one = partial(function, platform)
         if not (platform.is_cpu and jax.sharding.get_abstract_mesh().empty):
-            return in_turn(of_one, trees, waits)
+            return in_turn(of_one, trees, waits, most)
         groups = alike(trees, kinds)
         places = places_within(groups, trees)
         results: dict[int, Any] = {}

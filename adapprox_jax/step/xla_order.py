@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding, varies_no_more
 from adapprox_jax.step.platform import CPU, GPU, Platform, on_platform
 
-_LARGE = 2**26  # numbers of an array; for smaller ones to wait costs kernels and saves nothing
-
 
 def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
     """The array, once `done` is there.
@@ -32,7 +30,7 @@ def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Ar
 
 
 def in_turn(
-    function: Callable[..., Any], tuples: Sequence[tuple[jax.Array, ...]], waits: int
+    function: Callable[..., Any], tuples: Sequence[tuple[jax.Array, ...]], waits: int, most: int
 ) -> list[Any]:
     """A function of each of some tuples of arrays, of large ones one after the other.
 
@@ -42,10 +40,11 @@ def in_turn(
       function: From a tuple of arrays to one of arrays.
       tuples: Of arrays.
       waits: Place of the array in a tuple that waits, and in a result of the one that it waits for.
+      most: Numbers of an array that does not wait.
     """
     results, last = [], None
     for operands in map(list, tuples):
-        is_large = operands[waits].size > _LARGE
+        is_large = operands[waits].size > most
         if is_large and last is not None:
             operands[waits] = begin_after(GPU, last, operands[waits])
         results.append(function(tuple(operands)))

@@ -52,6 +52,7 @@ from adapprox_jax.step.xla_order import begin_late
 
 Rounding: TypeAlias = Literal["stochastic", "nearest"]
 
+_SMALL = 2**26  # numbers of a leaf that does not wait: it would cost kernels and save nothing
 _SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and may matter
 
 
@@ -358,7 +359,9 @@ def _average_leaves(
             emitted = rule.emitted(older + new, new, left)
             results[i] = emitted, (older + new).astype(mu.dtype), scale
     kinds = [block_axis(update.shape) for update, *_ in in_codes.values()]
-    averaged = each_alike(coded, list(in_codes.values()), kinds, waits=1)  # codes
+    # Codes wait. Directions of small leaves need not: in memory they are in any case.
+    most = _SMALL if again is None else 0
+    averaged = each_alike(coded, list(in_codes.values()), kinds, waits=1, most=most)
     results.update(zip(in_codes, averaged, strict=True))
     return [results[i] for i in range(len(names))]
 
