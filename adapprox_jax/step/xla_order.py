@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from adapprox_jax.sharding.axes import devices_in_use, explicit_sharding, varies_no_more
-from adapprox_jax.step.platform import CPU, GPU, Platform, on_platform
+from adapprox_jax.step.platform import GPU, Platform, on_platform
 
 
 def begin_after(platform: Platform, done: jax.Array, array: jax.Array) -> jax.Array:
@@ -62,14 +62,6 @@ def on_cpus(function: Callable[..., Any], tree: Any, *operands: Any) -> Any:
         return function(tree, *operands) if platform.is_cpu else tree
 
     return tree if devices_in_use() > 1 else on_platform(call, tree, *operands)
-
-
-def begin_late(array: jax.Array, update: jax.Array) -> jax.Array:
-    """An array that goes with an update of at least one axis, on CPUs once that is known.
-
-    Else XLA decodes the averages of all leaves, whole matrices, before it works on the first leaf.
-    """
-    return begin_after(CPU, first_two(update), array)
 
 
 def materialize(array: jax.Array) -> jax.Array:

@@ -1,8 +1,6 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
-import dataclasses
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -25,34 +23,16 @@ from adapprox_jax.argument_checks import (
     require_same,
 )
 from adapprox_jax.linalg.newton_schulz import of_norm_one
-from adapprox_jax.linalg.quantization import (
-    BLOCK,
-    bits_of,
-    block_axis,
-    codes_of,
-    dequantize,
-    quantize,
-    quantized_like,
-    scales_of,
-)
-from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
+from adapprox_jax.linalg.quantization import BLOCK, bits_of, block_axis, quantize, quantized_like
 from adapprox_jax.params.boxes import rebox_axes, unbox
 from adapprox_jax.params.leaves import Leaves, unzipped
 from adapprox_jax.params.views import WeightDimensionNumbers, check_dimension_numbers, views_of
-from adapprox_jax.sharding.axes import (
-    devices_in_use,
-    full_along,
-    using_mesh_of,
-    with_automatic_axes,
-)
-from adapprox_jax.step.alike import each_alike
+from adapprox_jax.sharding.axes import full_along, using_mesh_of
+from adapprox_jax.step.averages import AverageStep, average_leaves
 from adapprox_jax.step.phases import Scaled
-from adapprox_jax.step.platform import Platform
-from adapprox_jax.step.xla_order import begin_late
 
 Rounding: TypeAlias = Literal["stochastic", "nearest"]
 
-_SMALL = 2**26  # numbers of a leaf that does not wait: it would cost kernels and save nothing
 _SMALLEST_QUANTIZED = 4096  # numbers of a leaf; smaller ones cost nothing and may matter
 
 
@@ -129,7 +109,10 @@ def guided_ema(
     docs/algorithm.md, 4 and 6.
     """
     bits = code_bits(mu_dtype)
-    rule = _Rule(b1, bits, rounding, nesterov)
+    require_precise("b1", b1)
+    require_or_schedule("b1", b1, *DECAY)
+    require_choice("rounding", rounding, get_args(Rounding))
+    require_flag("nesterov", nesterov)
     require_flag("cosine_guidance", cosine_guidance)
     check_dimension_numbers(weight_dimension_numbers)
     require("eps", eps, *NOT_NEGATIVE)
@@ -159,14 +142,17 @@ def guided_ema(
                 " float64, in which a product of decays near 1 is kept. Averages may be bfloat16."
             )
         mu, scales = leaves.matching(state.mu), Leaves.of(state.scale)
-        step = optax.safe_increment(state.step)
-        now = rule.at(step)
-        left = state.left * jnp.asarray(now.b1, state.left.dtype)
-        kept = mu.arrays, _scale_of_each(scales, leaves)
+        step, decay = optax.safe_increment(state.step), b1
+        if callable(b1):
+            decay = jnp.asarray(at_step("b1", b1, step, *DECAY), jnp.float32)
+        left = state.left * jnp.asarray(decay, state.left.dtype)
+        now = AverageStep(decay, step, left, bits or 0, rounding == "stochastic", nesterov)
+        kept = leaves.arrays, mu.arrays, _scale_of_each(scales, leaves)
+        for name, update, average, scale in zip(leaves.names, *kept, strict=True):
+            _check_average(name, update, average, scale, bits)
         with using_mesh_of(leaves.arrays):
             once_more = None if again is None else Leaves.of(again).arrays
-            of_leaves = leaves.names, leaves.arrays, *kept
-            results = _average_leaves(*of_leaves, step, left, now, once_more)
+            results = average_leaves(now, *kept, once_more)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
             views = views_of(weight_dimension_numbers, leaves)
@@ -215,45 +201,6 @@ def reads_twice(b1: optax.ScalarOrSchedule, mu_dtype: jax.typing.DTypeLike | Non
     return code_bits(mu_dtype) is not None and not is_zero(b1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """How an average is made and kept."""
-
-    b1: optax.ScalarOrSchedule
-    bits: int | None  # None: no codes
-    rounding: Rounding
-    nesterov: bool
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for the first field that is out of range."""
-        require_precise("b1", self.b1)
-        require_or_schedule("b1", self.b1, *DECAY)
-        require_choice("rounding", self.rounding, get_args(Rounding))
-        require_flag("nesterov", self.nesterov)
-
-    def at(self, step: Any) -> "_Rule":
-        """The rule at a step, where b1 is a number."""
-        if not callable(self.b1):
-            return self
-        b1 = at_step("b1", self.b1, step, *DECAY)
-        return dataclasses.replace(self, b1=jnp.asarray(b1, jnp.float32))
-
-    def terms(self, update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """What is left of the last average and what is new, in float32 or wider."""
-        dtype = wide_dtype(update.dtype)
-        b1: Any = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
-        return b1 * last.astype(dtype), (1 - b1) * update.astype(dtype)
-
-    def emitted(self, average: jax.Array, new: jax.Array, left: jax.Array) -> jax.Array:
-        """The average, or with Nesterov's momentum what both come to, corrected for the start."""
-        if not self.nesterov:
-            return average
-        b1 = jnp.asarray(self.b1, left.dtype)
-        factors = b1 / (1 - b1 * left), 1 / (1 - left)
-        older, newer = (jnp.asarray(x, average.dtype) for x in factors)
-        return older * average + newer * new
-
-
 def _scale_of_each(scales: Leaves, leaves: Leaves) -> list[Any]:
     """The scales of each leaf; None for one that is not kept in codes."""
     by_path = dict(zip(scales.paths, scales.arrays, strict=True))
@@ -296,74 +243,6 @@ def _zero_average(
         for x, of in zip(quantized_like(leaf.shape, bits), named, strict=True)
     )
     return codes, scales
-
-
-def _average_leaves(
-    names: Sequence[str],
-    updates: Sequence[Any],
-    mus: Sequence[Any],
-    scales: Sequence[Any],
-    step: Any,
-    left: Any,
-    rule: _Rule,
-    again: Sequence[Any] | None,
-) -> list[tuple[Any, Any, Any]]:
-    """What each leaf emits, float32 or wider, and what it stores: an average, or codes, scales."""
-    # An argument, where it is an array: what a function closes over has the axes outside of it.
-    decay = rule.b1 if isinstance(rule.b1, jax.Array) else None
-
-    def coded(platform: Platform, operands: tuple[jax.Array, ...]) -> Any:
-        average = with_automatic_axes(partial(average_codes, platform), operands[:3])
-        return average(step, left, decay, *operands)
-
-    def average_codes(
-        platform: Platform,
-        step: jax.Array,
-        left: Any,
-        decay: Any,
-        update: jax.Array,
-        codes: jax.Array,
-        scales: jax.Array,
-        again: jax.Array | None = None,
-    ) -> tuple[jax.Array, ...]:
-        local = rule if decay is None else dataclasses.replace(rule, b1=decay)
-        bits, has_noise = local.bits or 0, local.rounding == "stochastic"
-        if platform.is_cpu and devices_in_use() == 1:
-            codes = begin_late(codes, update)
-        older, new = local.terms(update, dequantize(codes, scales, update.shape))
-        average = older + new
-        if platform.makes_averages_twice:
-            of_blocks = scales_of(average, bits, rounded_up=has_noise, is_fused=True)
-            # Of the same arrays XLA would make one average, and keep it.
-            later = update if again is None else (), codes, of_blocks
-            others, codes, of_blocks = jax.lax.optimization_barrier(later)
-            again = others if again is None else again
-            older, new = local.terms(again, dequantize(codes, scales, update.shape))
-            average = older + new
-        else:
-            # In memory, so that updates are made once: what is emitted is made from both averages.
-            average = jax.lax.optimization_barrier(average)
-            of_blocks = scales_of(average, bits, rounded_up=has_noise)
-        emitted = local.emitted(average, average - older, left)
-        noise = uniform_noise(update.shape, step) if has_noise else None
-        return emitted, codes_of(average, of_blocks, bits, noise), of_blocks
-
-    results: dict[int, tuple[Any, Any, Any]] = {}
-    in_codes = {}
-    for i, (name, update, mu, scale) in enumerate(zip(names, updates, mus, scales, strict=True)):
-        _check_average(name, update, mu, scale, rule.bits)
-        if scale is not None:
-            in_codes[i] = update, mu, scale, *(again[i : i + 1] if again else ())
-        else:
-            older, new = rule.terms(update, mu)
-            emitted = rule.emitted(older + new, new, left)
-            results[i] = emitted, (older + new).astype(mu.dtype), scale
-    kinds = [block_axis(update.shape) for update, *_ in in_codes.values()]
-    # Codes wait. Directions of small leaves need not: in memory they are in any case.
-    most = _SMALL if again is None else 0
-    averaged = each_alike(coded, list(in_codes.values()), kinds, waits=1, most=most)
-    results.update(zip(in_codes, averaged, strict=True))
-    return [results[i] for i in range(len(names))]
 
 
 def _check_average(name: str, update: jax.Array, mu: Any, scale: Any, bits: int | None) -> None:

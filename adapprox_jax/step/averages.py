@@ -1,0 +1,121 @@
+"""One step of the running averages of all leaves, some of which are kept in codes."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from adapprox_jax.linalg.quantization import block_axis, codes_of, dequantize, scales_of
+from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
+from adapprox_jax.sharding.axes import devices_in_use, with_automatic_axes
+from adapprox_jax.step.alike import each_alike
+from adapprox_jax.step.platform import Platform
+from adapprox_jax.step.xla_order import begin_after, first_two
+
+_SMALL = 2**26  # numbers of a leaf that does not wait: it would cost kernels and save nothing
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["b1", "step", "left"],
+    meta_fields=["bits", "has_noise", "nesterov"],
+)
+@dataclasses.dataclass(frozen=True)
+class AverageStep:
+    """What a step does with all averages: a tree of its numbers."""
+
+    b1: Any
+    step: jax.Array  # from 1
+    left: jax.Array  # product of all decays so far
+    bits: int  # of codes; 0 if there are none
+    has_noise: bool  # codes are rounded at random
+    nesterov: bool
+
+    def terms(self, update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """What is left of the last average and what is new, in float32 or wider."""
+        dtype = wide_dtype(update.dtype)
+        b1 = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
+        return b1 * last.astype(dtype), (1 - b1) * update.astype(dtype)
+
+    def emitted(self, average: jax.Array, new: jax.Array) -> jax.Array:
+        """The average, or with Nesterov's momentum what both come to, corrected for the start."""
+        if not self.nesterov:
+            return average
+        b1 = jnp.asarray(self.b1, self.left.dtype)
+        factors = b1 / (1 - b1 * self.left), 1 / (1 - self.left)
+        older, newer = (jnp.asarray(x, average.dtype) for x in factors)
+        return older * average + newer * new
+
+
+def average_leaves(
+    now: AverageStep,
+    updates: Sequence[jax.Array],
+    averages: Sequence[jax.Array],
+    scales: Sequence[jax.Array | None],
+    again: Sequence[jax.Array] | None,
+) -> list[tuple[jax.Array, jax.Array, jax.Array | None]]:
+    """What each leaf emits and stores.
+
+    Args:
+      now: The step.
+      updates: Of the leaves.
+      averages: The last ones, or their codes.
+      scales: Of codes; None for a leaf that has none.
+      again: The updates made anew (`Scaled`), or None.
+
+    Returns:
+      For each leaf what it emits, float32 or wider, the new average or its codes, and scales.
+    """
+    results: dict[int, Any] = {}
+    in_codes = {}
+    for i, (update, average, scale) in enumerate(zip(updates, averages, scales, strict=True)):
+        if scale is not None:
+            in_codes[i] = update, average, scale, *(again[i : i + 1] if again else ())
+        else:
+            older, new = now.terms(update, average)
+            results[i] = now.emitted(older + new, new), (older + new).astype(average.dtype), None
+
+    def of_leaf(platform: Platform, operands: tuple[jax.Array, ...]) -> Any:
+        step = with_automatic_axes(partial(_average_in_codes, platform), operands[:3])
+        return step(now, *operands)
+
+    kinds = [block_axis(update.shape) for update, *_ in in_codes.values()]
+    # Codes wait. Directions of small leaves need not: in memory they are in any case.
+    most = _SMALL if again is None else 0
+    averaged = each_alike(of_leaf, list(in_codes.values()), kinds, waits=1, most=most)
+    results.update(zip(in_codes, averaged, strict=True))
+    return [results[i] for i in range(len(updates))]
+
+
+def _average_in_codes(
+    platform: Platform,
+    now: AverageStep,
+    update: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    again: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What one leaf emits, its new codes and their scales."""
+    if platform.is_cpu and devices_in_use() == 1:
+        # Else XLA decodes the averages of all leaves before it works on the first leaf.
+        codes = begin_after(platform, first_two(update), codes)
+    older, new = now.terms(update, dequantize(codes, scales, update.shape))
+    average, scales_now = older + new, partial(scales_of, bits=now.bits, rounded_up=now.has_noise)
+    if platform.makes_averages_twice:
+        new_scales = scales_now(average, is_fused=True)
+        # Of the same arrays XLA would make one average, and keep it.
+        later = update if again is None else (), codes, new_scales
+        once_more, codes, new_scales = jax.lax.optimization_barrier(later)
+        again = once_more if again is None else again
+        older, new = now.terms(again, dequantize(codes, scales, update.shape))
+        average = older + new
+    else:
+        # In memory, so that updates are made once: what is emitted is made from both averages.
+        average = jax.lax.optimization_barrier(average)
+        new_scales = scales_now(average)
+    emitted = now.emitted(average, average - older)
+    noise = uniform_noise(update.shape, now.step) if now.has_noise else None
+    return emitted, codes_of(average, new_scales, now.bits, noise), new_scales
