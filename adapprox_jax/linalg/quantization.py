@@ -6,6 +6,7 @@ array would be moved to work on them.
 
 import functools
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -72,6 +73,7 @@ def quantize(
     return codes_of(array, scales, bits, noise), scales
 
 
+@partial(jax.jit, static_argnames=("bits", "rounded_up", "is_fused"))
 def scales_of(
     array: jax.Array, bits: int, *, rounded_up: bool, is_fused: bool = False
 ) -> jax.Array:
@@ -130,6 +132,7 @@ def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
     return each.astype(jnp.float32)
 
 
+@partial(jax.jit, static_argnames="bits")
 def codes_of(
     array: jax.Array, scales: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
@@ -142,9 +145,10 @@ def codes_of(
 
 def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -> jax.Array:
     """The codes of numbers with the scale of each, as int32."""
-    # An eighth of both: the reciprocal of the largest numbers would count as zero.
+    # An eighth of both: the reciprocal of the largest numbers would count as zero. XLA would put
+    # factors of a single block together, but for the choice.
     wide = scale / 8
-    unit = x / 8 / jnp.where(wide == 0, 1, wide)
+    unit = jnp.where(wide == 0, 0, x / 8) / jnp.where(wide == 0, 1, wide)
     count = 2 ** (bits - 1)
     exact = 3 * count * unit / (2 + jnp.abs(unit))
     if noise is None:
@@ -184,13 +188,21 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
         if not hasattr(x, "dtype"):
             raise ValueError(f"{name} is a {type(x).__name__}; allowed: an array.")
     require_choice("codes.dtype", codes.dtype, list(map(jnp.dtype, (jnp.int8, jnp.int4))))
-    bits, axis = bits_of(codes, shape), block_axis(shape)
+    bits = bits_of(codes, shape)
     like = [x.shape for x in quantized_like(shape, bits)]
     if [codes.shape, scales.shape] != like:
         raise ValueError(
             f"codes and scales are {codes.dtype} {codes.shape}, {scales.shape};"
             f" allowed for shape {shape}: {like[0]}, {like[1]}."
         )
+    return _numbers_of(codes, scales, shape, bits)
+
+
+@partial(jax.jit, static_argnames=("shape", "bits"))
+def _numbers_of(
+    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...], bits: int
+) -> jax.Array:
+    axis = block_axis(shape)
     signed = _with_signs(codes, axis, shape[axis]) if bits == 5 else codes
     return _units(signed.astype(jnp.float32), bits) * _of_each(scales, axis, shape[axis])
 

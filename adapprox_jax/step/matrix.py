@@ -121,6 +121,8 @@ def start_of(plan: Plan, u: jax.Array, largest: jax.Array) -> jax.Array:
     return jnp.concatenate([first, start[:, plan.capacity :]], axis=1)
 
 
+# Traced once for all passes over a leaf.
+@partial(jax.jit, static_argnames="read_once")
 def target_of(plan: Plan, matrix: Matrix, *, read_once: bool = False) -> jax.Array:
     """A in the shape of the gradient: b2 V + (1 - b2) G^2 or its root, divided by its scale.
 
