@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from adapprox_jax.argument_checks import require, require_choice
 from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
@@ -19,7 +18,8 @@ from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
 BITS = (8, 5, 4)
-_UPPER, _INFINITY = 0x7FFF0000, 0x7F800000  # half of a word without its sign; a float32
+_UPPER = 0x7FFF0000  # half of an int32, without its sign
+_INFINITY = 0x7F800000  # the bits of a float32
 # Numbers on a device beyond which a TPU's compiler may end in a failed check, where it makes their
 # scales from blocks within a larger pass, and four do not divide how many blocks a device has.
 _LARGE = 2**24
@@ -77,24 +77,24 @@ def quantize(
 def scales_of(
     array: jax.Array, bits: int, *, rounded_up: bool, is_fused: bool = False
 ) -> jax.Array:
-    """The smallest scales with which all numbers of a block are between the codes at the ends.
+    """Scales with which all numbers of a block are between the codes at the ends, hardly larger.
 
     Args:
       array: As in `quantize`.
       bits: As there.
       rounded_up: As noise needs. Else to the nearest, where a number may be cut off a little.
-      is_fused: Whether sums over blocks fuse with what makes the array. Else it is in memory.
+      is_fused: Whether a maximum fuses with what makes the array. Else that is in memory.
     """
     axis = block_axis(array.shape)
     added = 0xFFFF if rounded_up else 0x7FFF
     wide = array.astype(jnp.float32)
     blocks = in_blocks(_words(wide, added) if is_fused else wide, axis)
     # Of quarters first: to look along rows within 8 of them is slow on TPUs.
-    parts = jnp.split(blocks, 4, axis + 1)
-    quarters = parts if is_fused else [_words(part, added) for part in parts]
-    words = functools.reduce(_larger_halves, quarters)
-    largest = jax.lax.reduce(words, np.int32(0), _larger_halves, (axis + 1,))
-    halves = largest & _UPPER, largest << 16
+    parts = jnp.split(blocks, BLOCK if is_fused else 4, axis + 1)
+    words = parts if is_fused else [_words(part, added) for part in parts]
+    largest = functools.reduce(_larger_halves, words)
+    # Plain maxima, which a mesh that divides blocks can take over its devices.
+    halves = (jnp.max(x, axis + 1) for x in (largest & _UPPER, largest << 16))
     up, down = (jax.lax.bitcast_convert_type(x, jnp.float32) for x in halves)
     longer, shorter = jnp.maximum(up, down), jnp.minimum(up, down)
     reach = _units(2 ** (bits - 1) - 1, bits)  # of the last code on the shorter side
@@ -106,15 +106,14 @@ def scales_of(
 def _words(array: jax.Array, added: int) -> jax.Array:
     """The size of each number as a bfloat16, in the upper half of an int32, or lower if negative.
 
-    So that one sum over a block finds the largest of each sign: XLA fuses two with nothing.
+    So that one pass finds the largest of each sign: with two XLA fuses nothing.
     """
     size = jax.lax.bitcast_convert_type(jnp.abs(array), jnp.int32)
     rounded = jnp.where(size < _INFINITY, jnp.minimum(size + added, _INFINITY - 1), size)
     return jnp.where(array < 0, rounded >> 16, rounded & _UPPER)
 
 
-# Not within another function, of which JAX would compile each call anew outside of `jax.jit`.
-def _larger_halves(x: Any, y: Any) -> Any:
+def _larger_halves(x: jax.Array, y: jax.Array) -> jax.Array:
     """The larger upper and the larger lower half of two words."""
     return jnp.maximum(x & _UPPER, y & _UPPER) | jnp.maximum(x & 0xFFFF, y & 0xFFFF)
 
@@ -145,8 +144,8 @@ def codes_of(
 
 def _codes(x: jax.Array, noise: jax.Array | None, scale: jax.Array, bits: int) -> jax.Array:
     """The codes of numbers with the scale of each, as int32."""
-    # An eighth of both: the reciprocal of the largest numbers would count as zero. XLA would put
-    # factors of a single block together, but for the choice.
+    # An eighth of both: the reciprocal of the largest numbers would count as zero. The choice keeps
+    # XLA from moving the eighth of a single block's numbers to that reciprocal.
     wide = scale / 8
     unit = jnp.where(wide == 0, 0, x / 8) / jnp.where(wide == 0, 1, wide)
     count = 2 ** (bits - 1)

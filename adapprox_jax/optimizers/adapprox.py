@@ -156,7 +156,7 @@ def adapprox(
         nesterov=not cosine_guidance if nesterov is None else nesterov,
         weight_dimension_numbers=weight_dimension_numbers,
     )
-    twice = reads_twice(b1, mu_dtype)
+    twice = reads_twice(b1, mu_dtype) and not cosine_guidance  # which reads them once more
     return named_chain(
         "adapprox",
         scale_with(settings, hyperparameters, weight_dimension_numbers, key, twice=twice),

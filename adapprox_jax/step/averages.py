@@ -15,12 +15,12 @@ from adapprox_jax.step.alike import each_alike
 from adapprox_jax.step.platform import Platform
 from adapprox_jax.step.xla_order import begin_after, first_two
 
-_SMALL = 2**26  # numbers of a leaf that does not wait: it would cost kernels and save nothing
+_SMALL = 2**26  # numbers of a leaf that does not wait, if its update is in memory in any case
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["b1", "step", "left"],
+    data_fields=["b1", "rest", "step", "left"],
     meta_fields=["bits", "has_noise", "nesterov"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +28,7 @@ class AverageStep:
     """What a step does with all averages: a tree of its numbers."""
 
     b1: Any
+    rest: Any  # 1 - b1
     step: jax.Array  # from 1
     left: jax.Array  # product of all decays so far
     bits: int  # of codes; 0 if there are none
@@ -37,8 +38,8 @@ class AverageStep:
     def terms(self, update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What is left of the last average and what is new, in float32 or wider."""
         dtype = wide_dtype(update.dtype)
-        b1 = self.b1.astype(dtype) if isinstance(self.b1, jax.Array) else self.b1
-        return b1 * last.astype(dtype), (1 - b1) * update.astype(dtype)
+        b1, rest = (jnp.asarray(x, dtype) for x in (self.b1, self.rest))
+        return b1 * last.astype(dtype), rest * update.astype(dtype)
 
     def emitted(self, average: jax.Array, new: jax.Array) -> jax.Array:
         """The average, or with Nesterov's momentum what both come to, corrected for the start."""
@@ -71,9 +72,11 @@ def average_leaves(
     """
     results: dict[int, Any] = {}
     in_codes = {}
-    for i, (update, average, scale) in enumerate(zip(updates, averages, scales, strict=True)):
+    unmade: Sequence[Any] = [None] * len(updates)
+    leaves = zip(updates, averages, scales, again or unmade, strict=True)
+    for i, (update, average, scale, anew) in enumerate(leaves):
         if scale is not None:
-            in_codes[i] = update, average, scale, *(again[i : i + 1] if again else ())
+            in_codes[i] = update, average, scale, *([] if anew is None else [anew])
         else:
             older, new = now.terms(update, average)
             results[i] = now.emitted(older + new, new), (older + new).astype(average.dtype), None
@@ -83,7 +86,7 @@ def average_leaves(
         return step(now, *operands)
 
     kinds = [block_axis(update.shape) for update, *_ in in_codes.values()]
-    # Codes wait. Directions of small leaves need not: in memory they are in any case.
+    # Codes wait, or XLA makes those of leaves of one size in one kernel, of averages in memory.
     most = _SMALL if again is None else 0
     averaged = each_alike(of_leaf, list(in_codes.values()), kinds, waits=1, most=most)
     results.update(zip(in_codes, averaged, strict=True))
@@ -107,9 +110,11 @@ def _average_in_codes(
     if platform.makes_averages_twice:
         new_scales = scales_now(average, is_fused=True)
         # Of the same arrays XLA would make one average, and keep it.
-        later = update if again is None else (), codes, new_scales
-        once_more, codes, new_scales = jax.lax.optimization_barrier(later)
-        again = once_more if again is None else again
+        if again is None:
+            later = jax.lax.optimization_barrier((update, codes, new_scales))
+            again, codes, new_scales = later
+        else:
+            codes, new_scales = jax.lax.optimization_barrier((codes, new_scales))
         older, new = now.terms(again, dequantize(codes, scales, update.shape))
         average = older + new
     else:

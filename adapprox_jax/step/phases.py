@@ -57,7 +57,7 @@ from adapprox_jax.step.matrix import (
 
 
 class Scaled(NamedTuple):
-    """Scaled gradients twice: the same arrays, or made anew for the second one who reads them."""
+    """Scaled gradients twice: the same arrays, or made anew for a second pass over them."""
 
     first: Any
     again: Any
@@ -149,6 +149,7 @@ def step_stacks(
     errors = together(errors_of, terms)
     states = each(new_state, plans, lasts, scales, kept, ranks, errors)
     twice = twice and platform.makes_averages_twice
+    # Both times anew, or XLA keeps targets of the pass before, or one update for both.
     updates = []
     for _ in range(1 + twice):
         if twice:

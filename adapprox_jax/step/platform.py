@@ -30,8 +30,9 @@ class Platform:
     target_dtype: Any
     """Type of a target that is written to memory for a product; None for that of the work."""
     makes_averages_twice: bool
-    """A sum over blocks fuses with what it reads. So a new average that is kept in codes is made
-    twice, once for the scales of its blocks, and never written to memory in float32."""
+    """A maximum over blocks fuses with what it reads. So a new average that is kept in codes is
+    made twice, as the update that goes into it: once for the scales of its blocks. It is never
+    written to memory in float32."""
     directions_at_once: int
     """Entries that a Newton-Schulz iteration works on at once; about four arrays are that large."""
     directions_dtype: Any

@@ -40,7 +40,7 @@ def in_turn(
       function: From a tuple of arrays to one of arrays.
       tuples: Of arrays.
       waits: Place of the array in a tuple that waits, and in a result of the one that it waits for.
-      most: Numbers of an array that does not wait.
+      most: Numbers of an array that does not wait, at most.
     """
     results, last = [], None
     for operands in map(list, tuples):

@@ -146,13 +146,15 @@ def guided_ema(
         if callable(b1):
             decay = jnp.asarray(at_step("b1", b1, step, *DECAY), jnp.float32)
         left = state.left * jnp.asarray(decay, state.left.dtype)
-        now = AverageStep(decay, step, left, bits or 0, rounding == "stochastic", nesterov)
+        now = AverageStep(
+            decay, 1 - decay, step, left, bits or 0, rounding == "stochastic", nesterov
+        )
         kept = leaves.arrays, mu.arrays, _scale_of_each(scales, leaves)
         for name, update, average, scale in zip(leaves.names, *kept, strict=True):
             _check_average(name, update, average, scale, bits)
         with using_mesh_of(leaves.arrays):
-            once_more = None if again is None else Leaves.of(again).arrays
-            results = average_leaves(now, *kept, once_more)
+            anew = None if again is None else Leaves.of(again).arrays
+            results = average_leaves(now, *kept, anew)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
             views = views_of(weight_dimension_numbers, leaves)

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from tests.common import mesh_of, program_of
@@ -147,3 +149,29 @@ def test_codes_of_large_leaves_wait_for_one_another(kind):
         return len(re.findall(rf"optimization_barrier .* : {codes}, {codes}", program))
 
     assert (waits(2**10), waits(2**16)) == (0, 2)
+
+
+@pytest.mark.all_platforms
+def test_codes_of_updates_that_are_made_twice_wait_whatever_their_size():
+    """Else XLA makes those of one size in one kernel, of averages in memory."""
+    params = {name: jax.ShapeDtypeStruct((64, 4096), jnp.float32) for name in "abcd"}
+    program = program_of(adapprox_jax.adapprox(1e-3, mu_dtype="int4"), params, "cuda")
+    codes = "tensor<64x4096xi4>"
+    assert len(re.findall(rf"optimization_barrier .* : {codes}, {codes}", program)) == 3
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize(("shape", "spec"), [((8, 48, 128), P(None, "x")), ((64, 128), P("x"))])
+def test_devices_may_divide_blocks(shape, spec, kind, in_phases):
+    """The largest numbers of a block are then on several of them."""
+    tx = adapprox_jax.guided_ema(mu_dtype="int8", rounding="nearest")
+    array = jax.random.normal(jax.random.key(0), shape)
+    if kind == "gpu":
+        in_phases(kind)
+    expected, _ = jax.jit(tx.update)(array, tx.init(array))
+    divided = jax.device_put(array, NamedSharding(mesh_of((8,), ("x",)), spec))
+    state = jax.jit(tx.init)(divided)
+    updates, state = jax.jit(tx.update)(divided, state)
+    np.testing.assert_allclose(updates, expected, rtol=1e-6)
+    kept = adapprox_jax.dequantize(state.mu, state.scale, shape)
+    np.testing.assert_allclose(kept, expected, atol=2**-7 * np.abs(expected).max())
