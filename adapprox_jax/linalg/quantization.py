@@ -90,8 +90,8 @@ def scales_of(
     wide = array.astype(jnp.float32)
     blocks = in_blocks(_words(wide, added) if is_fused else wide, axis)
     # Of quarters first: to look along rows within 8 of them is slow on TPUs.
-    parts = jnp.split(blocks, BLOCK if is_fused else 4, axis + 1)
-    words = parts if is_fused else [_words(part, added) for part in parts]
+    quarters = jnp.split(blocks, 4, axis + 1)
+    words = quarters if is_fused else [_words(part, added) for part in quarters]
     largest = functools.reduce(_larger_halves, words)
     # Plain maxima, which a mesh that divides blocks can take over its devices.
     halves = (jnp.max(x, axis + 1) for x in (largest & _UPPER, largest << 16))
