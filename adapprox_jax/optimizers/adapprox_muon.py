@@ -166,7 +166,9 @@ def adapprox_muon(
 
     of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
     hidden = optax.chain(
-        average_unless_zero(b1, rounding="nearest", nesterov=nesterov, **of_average),
+        average_unless_zero(
+            b1, of_gradients=True, rounding="nearest", nesterov=nesterov, **of_average
+        ),
         orthogonalize(steps, numbers),
         *scaled,
     )

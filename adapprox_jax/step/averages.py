@@ -21,7 +21,7 @@ _SMALL = 2**26  # numbers of a leaf that does not wait, if its update is in memo
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["b1", "rest", "step", "left"],
-    meta_fields=["bits", "has_noise", "nesterov"],
+    meta_fields=["bits", "has_noise", "nesterov", "twice"],
 )
 @dataclasses.dataclass(frozen=True)
 class AverageStep:
@@ -34,6 +34,7 @@ class AverageStep:
     bits: int  # of codes; 0 if there are none
     has_noise: bool  # codes are rounded at random
     nesterov: bool
+    twice: bool  # updates come as `Scaled`
 
     def terms(self, update: jax.Array, last: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What is left of the last average and what is new, in float32 or wider."""
@@ -65,7 +66,7 @@ def average_leaves(
       updates: Of the leaves.
       averages: The last ones, or their codes.
       scales: Of codes; None for a leaf that has none.
-      again: The updates made anew (`Scaled`), or None.
+      again: The updates made anew, or None (`Scaled`).
 
     Returns:
       For each leaf what it emits, float32 or wider, the new average or its codes, and scales.
@@ -107,7 +108,7 @@ def _average_in_codes(
         codes = begin_after(platform, first_two(update), codes)
     older, new = now.terms(update, dequantize(codes, scales, update.shape))
     average, scales_now = older + new, partial(scales_of, bits=now.bits, rounded_up=now.has_noise)
-    if platform.makes_averages_twice:
+    if now.twice and platform.makes_averages_twice:
         new_scales = scales_now(average, is_fused=True)
         # Of the same arrays XLA would make one average, and keep it.
         if again is None:

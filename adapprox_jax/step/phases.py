@@ -57,7 +57,10 @@ from adapprox_jax.step.matrix import (
 
 
 class Scaled(NamedTuple):
-    """Scaled gradients twice: the same arrays, or made anew for a second pass over them."""
+    """Scaled gradients twice: the same arrays, or made anew for a second pass over them.
+
+    None instead of the second ones if the first are in memory in any case.
+    """
 
     first: Any
     again: Any

@@ -134,8 +134,9 @@ def guided_ema(
     ) -> tuple[optax.Updates, GuidedEmaState]:
         del params
         check_state(state, GuidedEmaState, "guided_ema")
-        again = updates.again if isinstance(updates, Scaled) else None
-        leaves = Leaves.of(updates if again is None else updates.first, "update")
+        twice = isinstance(updates, Scaled)
+        first, again = updates if isinstance(updates, Scaled) else (updates, None)
+        leaves = Leaves.of(first, "update")
         if state.left.dtype.itemsize < 4:
             raise ValueError(
                 f"guided_ema: the state's left has type {state.left.dtype}; allowed: float32 or"
@@ -146,9 +147,8 @@ def guided_ema(
         if callable(b1):
             decay = jnp.asarray(at_step("b1", b1, step, *DECAY), jnp.float32)
         left = state.left * jnp.asarray(decay, state.left.dtype)
-        now = AverageStep(
-            decay, 1 - decay, step, left, bits or 0, rounding == "stochastic", nesterov
-        )
+        has_noise = rounding == "stochastic"
+        now = AverageStep(decay, 1 - decay, step, left, bits or 0, has_noise, nesterov, twice)
         kept = leaves.arrays, mu.arrays, _scale_of_each(scales, leaves)
         for name, update, average, scale in zip(leaves.names, *kept, strict=True):
             _check_average(name, update, average, scale, bits)
@@ -191,11 +191,20 @@ def stored_average(average: Any, like: GuidedEmaState) -> GuidedEmaState:
 
 
 def average_unless_zero(
-    b1: optax.ScalarOrSchedule, **settings: Any
+    b1: optax.ScalarOrSchedule, *, of_gradients: bool = False, **settings: Any
 ) -> optax.GradientTransformation:
-    """`guided_ema`, or nothing where b1 is known to be 0."""
+    """`guided_ema`, or nothing where b1 is known to be 0.
+
+    Gradients are in memory, so an average of them may read them twice.
+    """
     average = guided_ema(b1, **settings)  # made in any case: it checks its arguments
-    return optax.identity() if is_zero(b1) else average
+    if is_zero(b1):
+        return optax.identity()
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return average.update(Scaled(updates, None), state, params)
+
+    return average._replace(update=update) if of_gradients else average
 
 
 def reads_twice(b1: optax.ScalarOrSchedule, mu_dtype: jax.typing.DTypeLike | None) -> bool:
