@@ -6,7 +6,6 @@ array would be moved to work on them.
 
 import functools
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -73,7 +72,7 @@ def quantize(
     return codes_of(array, scales, bits, noise), scales
 
 
-@partial(jax.jit, static_argnames=("bits", "rounded_up", "is_fused"))
+@functools.partial(jax.jit, static_argnames=("bits", "rounded_up", "is_fused"))
 def scales_of(
     array: jax.Array, bits: int, *, rounded_up: bool, is_fused: bool = False
 ) -> jax.Array:
@@ -131,7 +130,7 @@ def _of_each(scales: jax.Array, axis: int, length: int) -> jax.Array:
     return each.astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnames="bits")
+@functools.partial(jax.jit, static_argnames="bits")
 def codes_of(
     array: jax.Array, scales: jax.Array, bits: int, noise: jax.Array | None = None
 ) -> jax.Array:
@@ -197,7 +196,7 @@ def dequantize(codes: jax.Array, scales: jax.Array, shape: tuple[int, ...]) -> j
     return _numbers_of(codes, scales, shape, bits)
 
 
-@partial(jax.jit, static_argnames=("shape", "bits"))
+@functools.partial(jax.jit, static_argnames=("shape", "bits"))
 def _numbers_of(
     codes: jax.Array, scales: jax.Array, shape: tuple[int, ...], bits: int
 ) -> jax.Array:

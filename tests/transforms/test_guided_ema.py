@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
+from adapprox_jax.transforms.guided_ema import average_unless_zero
 from tests.common import mesh_of, program_of
 
 
@@ -164,7 +165,7 @@ def test_codes_of_updates_that_are_made_twice_wait_whatever_their_size():
 @pytest.mark.parametrize(("shape", "spec"), [((8, 48, 128), P(None, "x")), ((64, 128), P("x"))])
 def test_devices_may_divide_blocks(shape, spec, kind, in_phases):
     """The largest numbers of a block are then on several of them."""
-    tx = adapprox_jax.guided_ema(mu_dtype="int8", rounding="nearest")
+    tx = average_unless_zero(0.9, of_gradients=True, mu_dtype="int8", rounding="nearest")
     array = jax.random.normal(jax.random.key(0), shape)
     if kind == "gpu":
         in_phases(kind)
