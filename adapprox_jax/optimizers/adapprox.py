@@ -157,9 +157,6 @@ def adapprox(
         weight_dimension_numbers=weight_dimension_numbers,
     )
     twice = reads_twice(b1, mu_dtype) and not cosine_guidance  # which reads them once more
-    return named_chain(
-        "adapprox",
-        scale_with(settings, hyperparameters, weight_dimension_numbers, key, twice=twice),
-        average,
-        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
-    )
+    scaled = scale_with(settings, hyperparameters, weight_dimension_numbers, key, twice=twice)
+    decay = decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay)
+    return named_chain("adapprox", scaled, average, *decay)

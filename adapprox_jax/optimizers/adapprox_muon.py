@@ -1,6 +1,8 @@
 """adapprox_muon: orthogonal directions with a second moment for hidden matrices."""
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -142,46 +144,62 @@ def adapprox_muon(
     require_precise("adapprox_b1", adapprox_b1)
     require("adapprox_b1", adapprox_b1, *DECAY)
     require("adapprox_learning_rate_scale", adapprox_learning_rate_scale, *POSITIVE)
-    require_choice("second_moment", second_moment, (True, False, "neurons"))
-    if second_moment == "neurons" and callable(b2):
-        raise ValueError(
-            "b2 is a function and second_moment 'neurons'; allowed: a number, or second_moment=True"
-            " or False."
-        )
     if b1 is None:
         b1 = momentum_by_rate(learning_rate, 0.9 if code_bits(mu_dtype) == 4 else 0.95)
     steps = 5 if newton_schulz_steps is None else newton_schulz_steps
     require_integer("newton_schulz_steps", steps, 1)
-    settings = Settings.of(locals())
-    hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     numbers = weight_dimension_numbers
-    if second_moment == "neurons":
-        scaled = [scale_by_neuron_moment(b2, eps, numbers, matrix_rms=RMS)]
-    elif second_moment:
-        factors = scale_with(settings, hyperparameters, numbers, key)
-        scaled = [factors, scale_to_matrix_rms(RMS, numbers)]
-    else:
-        scaled = [optax.scale(RMS)]
+    factors = partial(scale_with, Settings.of(locals()), weight_dimension_numbers=numbers, key=key)
+    hyperparameters = Hyperparameters(b2, eps, eps_root, False, error_threshold)
     clips = dataclasses.replace(hyperparameters, clipping_threshold=1.0)
-
-    of_average: dict[str, Any] = {"mu_dtype": mu_dtype, "weight_dimension_numbers": numbers}
-    hidden = optax.chain(
-        average_unless_zero(
-            b1, of_gradients=True, rounding="nearest", nesterov=nesterov, **of_average
-        ),
-        orthogonalize(steps, numbers),
-        *scaled,
+    average = partial(
+        average_unless_zero, nesterov=nesterov, mu_dtype=mu_dtype, weight_dimension_numbers=numbers
     )
-    twice = reads_twice(adapprox_b1, mu_dtype)
+    select = partial(resolve_selection, orthogonalized, weight_dimension_numbers=numbers)
+    hidden = optax.chain(
+        average(b1, of_gradients=True, rounding="nearest"),
+        orthogonalize(steps, numbers),
+        *_scaled(second_moment, hyperparameters, numbers, factors),
+    )
     others = optax.chain(
-        scale_with(settings, clips, numbers, key, twice=twice),
-        average_unless_zero(adapprox_b1, nesterov=nesterov, **of_average),
+        factors(clips, twice=reads_twice(adapprox_b1, mu_dtype)),
+        average(adapprox_b1),
         optax.scale(adapprox_learning_rate_scale),
     )
+    decay = decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay)
+    return named_chain("adapprox_muon", _partition(hidden, others, select), *decay)
+
+
+def _scaled(
+    second_moment: bool | Literal["neurons"],
+    hyperparameters: Hyperparameters,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    factors: Callable[[Hyperparameters], optax.GradientTransformation],
+) -> list[optax.GradientTransformation]:
+    """What scales directions: a second moment if there is one, to a root mean square of 0.2."""
+    require_choice("second_moment", second_moment, (True, False, "neurons"))
+    if second_moment == "neurons":
+        b2, eps = hyperparameters.b2, hyperparameters.eps
+        if callable(b2):
+            raise ValueError(
+                "b2 is a function and second_moment 'neurons'; allowed: a number, or"
+                " second_moment=True or False."
+            )
+        return [scale_by_neuron_moment(b2, eps, weight_dimension_numbers, matrix_rms=RMS)]
+    if second_moment:
+        return [factors(hyperparameters), scale_to_matrix_rms(RMS, weight_dimension_numbers)]
+    return [optax.scale(RMS)]
+
+
+def _partition(
+    hidden: optax.GradientTransformation,
+    others: optax.GradientTransformation,
+    select: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    """One transformation for hidden matrices, and another for all other parameters."""
 
     def labels(tree: Any) -> Any:
-        chosen = resolve_selection(orthogonalized, tree, numbers)
-        return jax.tree.map(lambda is_hidden: HIDDEN if is_hidden else OTHERS, chosen)
+        return jax.tree.map(lambda is_hidden: HIDDEN if is_hidden else OTHERS, select(tree))
 
     parts = optax.partition({HIDDEN: hidden, OTHERS: others}, labels)
 
@@ -190,8 +208,4 @@ def adapprox_muon(
         check_state(state, optax.PartitionState, "adapprox_muon")
         return parts.update(updates, state)
 
-    return named_chain(
-        "adapprox_muon",
-        optax.GradientTransformation(parts.init, update),
-        *decay_and_rate(learning_rate, weight_decay, mask, cautious_weight_decay),
-    )
+    return optax.GradientTransformation(parts.init, update)

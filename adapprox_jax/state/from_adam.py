@@ -1,8 +1,8 @@
 """An Adam state turned into an Adapprox state, for runs and checkpoints that began with Adam."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,44 +124,65 @@ def from_adam(
 
     mu, nu = unbiased(adam.mu, b1), unbiased(adam.nu, b2)
     last_update = {name: mu[name] / (jnp.sqrt(nu[name]) + eps) for name in mu}
-    second = adam.nu if bias_correction else nu
     share = 1 - b1**steps if nesterov else 1.0
 
-    def convert(node: Any, is_hidden: bool) -> Any:
+    def averaged(like: Any) -> Any:
+        clipped, _ = clip.update(_taken(last_update, like), optax.EmptyState())
+        return optax.tree.scale(share, clipped)
+
+    second = adam.nu if bias_correction else nu
+    factored = partial(
+        _factored,
+        second=second,
+        approximate=approximate,
+        weight_dimension_numbers=weight_dimension_numbers,
+        key=start,
+    )
+    state = tx.init(params)
+    _check_state(state)
+    found = _Found(adam, b1**steps, averaged, factored)
+    # New arrays: states are donated.
+    return jax.tree.map(jnp.array, _converted(state, found))
+
+
+class _Found(NamedTuple):
+    """What a state of Adam comes to."""
+
+    adam: optax.ScaleByAdamState  # with averages by the paths of their leaves
+    left: float  # what its average lacks, because it began at zero
+    averaged: Callable[[Any], Any]  # the average of updates, for a tree like another one
+    factored: Callable[[ScaleByAdapproxState], ScaleByAdapproxState]  # for a state like it
+
+
+def _converted(state: Any, found: _Found, is_hidden: bool = False) -> Any:
+    """A state like another one, with what was found of Adam's."""
+    adam = found.adam
+
+    def convert(node: Any) -> Any:
         if _is_muon(node):
             parts = {
-                part: convert_all(inner, is_hidden=part == HIDDEN)
+                part: _converted(inner, found, is_hidden=part == HIDDEN)
                 for part, inner in node.inner_states.items()
             }
             return optax.PartitionState(parts)
         if isinstance(node, GuidedEmaState):
-            if is_hidden:
-                average = _taken(adam.mu, node.mu)
-            else:
-                clipped, _ = clip.update(_taken(last_update, node.mu), optax.EmptyState())
-                average = optax.tree.scale(share, clipped)
-            left = jnp.asarray(b1**steps, node.left.dtype)
+            average = _taken(adam.mu, node.mu) if is_hidden else found.averaged(node.mu)
+            left = jnp.asarray(found.left, node.left.dtype)
             return stored_average(average, node)._replace(step=adam.count, left=left)
         if not _counts_steps(node):
             return node
-        fields = {name: convert_all(getattr(node, name), is_hidden) for name in node._fields}
+        fields = {name: _converted(getattr(node, name), found, is_hidden) for name in node._fields}
         node = node._replace(**fields | {"count": jnp.asarray(adam.count, node.count.dtype)})
         if is_hidden:  # their second moments are of directions
             return node
         if isinstance(node, ScaleByAdapproxState):
-            return _factored(node, second, approximate, weight_dimension_numbers, start)
+            return found.factored(node)
         if isinstance(node, optax.ScaleByAdamState):
             average = optax.tree.cast_like(_taken(adam.mu, node.mu), node.mu)
             return node._replace(mu=average, nu=_taken(adam.nu, node.nu))
         return node
 
-    def convert_all(tree: Any, is_hidden: bool = False) -> Any:
-        return jax.tree.map(partial(convert, is_hidden=is_hidden), tree, is_leaf=_is_converted)
-
-    state = tx.init(params)
-    _check_state(state)
-    # New arrays: states are donated.
-    return jax.tree.map(jnp.array, convert_all(state))
+    return jax.tree.map(convert, state, is_leaf=_is_converted)
 
 
 def _is_muon(node: Any) -> bool:

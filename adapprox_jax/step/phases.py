@@ -101,11 +101,6 @@ def step_stacks(
     if not plans:
         return []
     settings, platform = plans[0].settings, plans[0].platform
-    rounds = settings.rounds
-    unroll = not platform.is_cpu and rounds <= WARM_ROUNDS
-    orthonormalize = partial(
-        ORTHONORMALIZE[settings.orthogonalization], rounds=rounds, unroll=unroll
-    )
     largest = _largest_in_columns([last.u for last in lasts], grads)
     scales = each(scale_of, plans, grads, [jnp.max(jnp.abs(x), axis=1) for x in largest])
     stacks = [
@@ -116,6 +111,34 @@ def step_stacks(
     if platform.is_cpu and all(x.grad.size <= most for x in stacks):
         targets = each(target_of, plans, stacks)
         stacks = [x._replace(target=target) for x, target in zip(stacks, targets, strict=True)]
+    found = _factored(plans, stacks, lasts, largest)
+    chosen = _choose_fixed(found) if settings.is_fixed else _choose_adaptive(found, chooses)
+    turns, ranks = zip(*chosen, strict=True)
+    kept = each(kept_columns, plans, lasts, _turned(found.factors, turns), ranks)
+    found, residuals, squares, quotients = _last_pass(found, kept)
+    pairs = zip(kept, found.units, strict=True)
+    energies = sums_of([jnp.square(u / unit[:, None, None]) for (_, u), unit in pairs])
+    finite = _finite_sums(residuals)
+    terms = each(error_terms, plans, lasts, scales, finite, energies, found.units)
+    errors = together(errors_of, terms)
+    states = each(new_state, plans, lasts, scales, kept, ranks, errors)
+    scaled = _scaled(found, squares, quotients, entries, twice)
+    return list(zip(scaled, states, squares, strict=True))
+
+
+def _factored(
+    plans: Sequence[Plan],
+    stacks: Sequence[Matrix],
+    lasts: Sequence[LeafState],
+    largest: Sequence[jax.Array],
+) -> Found:
+    """The subspace iteration of all matrices: an orthonormal q of each, and u = A^T q."""
+    settings, platform = plans[0].settings, plans[0].platform
+    rounds = settings.rounds
+    unroll = not platform.is_cpu and rounds <= WARM_ROUNDS
+    orthonormalize = partial(
+        ORTHONORMALIZE[settings.orthogonalization], rounds=rounds, unroll=unroll
+    )
     us = each(start_of, plans, [last.u for last in lasts], largest)
     for iteration in range(settings.power_iterations):
         starts = [jax.vmap(normalize)(u)[0] for u in us] if iteration else us
@@ -128,30 +151,44 @@ def step_stacks(
         stacks, bases = _made_anew(plans, stacks, bases)
         us = sweep(project, plans, stacks, [Factors(q, None) for q in bases])
     factors = [Factors(q, u) for q, u in zip(bases, us, strict=True)]
-    found = Found(plans, stacks, lasts, factors, units)
-    chosen = _choose_fixed(found) if settings.is_fixed else _choose_adaptive(found, chooses)
-    turns, ranks = zip(*chosen, strict=True)
-    kept = each(kept_columns, plans, lasts, _turned(factors, turns), ranks)
-    residuals: Sequence[jax.Array]
-    squares: Sequence[jax.Array]
-    quotients: Sequence[jax.Array] = ()
+    return Found(plans, stacks, lasts, factors, units)
+
+
+def _last_pass(
+    found: Found, kept: Sequence[Factors]
+) -> tuple[Found, Sequence[jax.Array], Sequence[jax.Array], Sequence[jax.Array]]:
+    """What factors leave out of the targets, and the sums for the clip.
+
+    Returns:
+      What was found, with targets that may be made anew; for each leaf the sums of squares of what
+      is left out, those of the quotients, and on CPUs the quotients.
+    """
+    plans, platform = found.plans, found.plans[0].platform
     if platform.is_cpu:
-        of_last_pass = _compared(residuals_and_quotient, found, kept)
-        residuals, squares, quotients = zip(*of_last_pass, strict=True)
-    elif platform.fuses_products:
+        of_pass = _compared(residuals_and_quotient, found, kept)
+        residuals, squares, quotients = zip(*of_pass, strict=True)
+        return found, residuals, squares, quotients
+    if platform.fuses_products:
         residuals, squares = zip(*_compared(residuals_and_squares, found, kept), strict=True)
-    else:
-        # In the pass that makes the targets for `project`. The last pass makes them once more, or
-        # XLA would keep them.
-        squares = sums_of(list(map(jnp.square, sweep(wide_quotient_of, plans, stacks))))
-        stacks, _ = _made_anew(plans, stacks, us)
-        residuals = _compared(residuals_of, found._replace(stacks=stacks), kept)
-    pairs = zip(kept, units, strict=True)
-    energies = sums_of([jnp.square(u / unit[:, None, None]) for (_, u), unit in pairs])
-    terms = each(error_terms, plans, lasts, scales, _finite_sums(residuals), energies, units)
-    errors = together(errors_of, terms)
-    states = each(new_state, plans, lasts, scales, kept, ranks, errors)
-    twice = twice and platform.makes_averages_twice
+        return found, residuals, squares, ()
+    # In the pass that makes the targets for `project`. The last pass makes them once more, or
+    # XLA would keep them.
+    sums = sums_of(list(map(jnp.square, sweep(wide_quotient_of, plans, found.stacks))))
+    stacks, _ = _made_anew(plans, found.stacks, [u for _, u in found.factors])
+    found = found._replace(stacks=stacks)
+    return found, _compared(residuals_of, found, kept), sums, ()
+
+
+def _scaled(
+    found: Found,
+    squares: Sequence[jax.Array],
+    quotients: Sequence[jax.Array],
+    entries: Sequence[jax.Array | None],
+    twice: bool,
+) -> list[Scaled]:
+    """Scaled gradients after the clip, from quotients if there are any."""
+    plans, stacks = found.plans, found.stacks
+    twice = twice and plans[0].platform.makes_averages_twice
     # Both times anew, or XLA keeps targets of the pass before, or one update for both.
     updates = []
     for _ in range(1 + twice):
@@ -159,8 +196,7 @@ def step_stacks(
             stacks, _ = _made_anew(plans, stacks, squares)
         of_pass = quotients or sweep(quotient_of, plans, stacks)
         updates.append(each(clipped, plans, of_pass, squares, entries))
-    scaled = map(Scaled, updates[0], updates[-1])
-    return list(zip(scaled, states, squares, strict=True))
+    return list(map(Scaled, updates[0], updates[-1]))
 
 
 def _choose_fixed(found: Found) -> list[Any]:

@@ -1,6 +1,7 @@
 """guided_ema: the running average of updates, with optional cosine-similarity guidance."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -118,8 +119,7 @@ def guided_ema(
     require("eps", eps, *NOT_NEGATIVE)
     require("max_scale", max_scale, lambda x: x >= 1, "a number of at least 1")
     if cosine_guidance:
-        allowed = "above 0 where cosine_guidance is on"
-        require_or_schedule("b1", b1, lambda x: x > 0, allowed)
+        require_or_schedule("b1", b1, lambda x: x > 0, "above 0 where cosine_guidance is on")
     if cosine_guidance and nesterov:
         raise ValueError("cosine_guidance and nesterov are True; allowed: one of them.")
 
@@ -137,31 +137,22 @@ def guided_ema(
         twice = isinstance(updates, Scaled)
         first, again = updates if isinstance(updates, Scaled) else (updates, None)
         leaves = Leaves.of(first, "update")
-        if state.left.dtype.itemsize < 4:
-            raise ValueError(
-                f"guided_ema: the state's left has type {state.left.dtype}; allowed: float32 or"
-                " float64, in which a product of decays near 1 is kept. Averages may be bfloat16."
-            )
         mu, scales = leaves.matching(state.mu), Leaves.of(state.scale)
-        step, decay = optax.safe_increment(state.step), b1
-        if callable(b1):
-            decay = jnp.asarray(at_step("b1", b1, step, *DECAY), jnp.float32)
+        kept = leaves.arrays, mu.arrays, _scale_of_each(scales, leaves)
+        _check_averages(state, leaves.names, *kept, bits)
+        step = optax.safe_increment(state.step)
+        decay = jnp.asarray(at_step("b1", b1, step, *DECAY), jnp.float32) if callable(b1) else b1
         left = state.left * jnp.asarray(decay, state.left.dtype)
         has_noise = rounding == "stochastic"
         now = AverageStep(decay, 1 - decay, step, left, bits or 0, has_noise, nesterov, twice)
-        kept = leaves.arrays, mu.arrays, _scale_of_each(scales, leaves)
-        for name, update, average, scale in zip(leaves.names, *kept, strict=True):
-            _check_average(name, update, average, scale, bits)
         with using_mesh_of(leaves.arrays):
             anew = None if again is None else Leaves.of(again).arrays
             results = average_leaves(now, *kept, anew)
         averages, new_mu, new_scales = unzipped(results, 3)
         if cosine_guidance:
-            views = views_of(weight_dimension_numbers, leaves)
-            averages = [
-                average * guidance_scale(update, average, view.axes, eps, max_scale)
-                for average, update, view in zip(averages, leaves.arrays, views, strict=True)
-            ]
+            axes = [view.axes for view in views_of(weight_dimension_numbers, leaves)]
+            guided = partial(_guided, eps=eps, max_scale=max_scale)
+            averages = list(map(guided, leaves.arrays, averages, axes))
         emitted = [x.astype(u.dtype) for x, u in zip(averages, leaves.arrays, strict=True)]
         new_scale = scales.filled([scale for scale in new_scales if scale is not None])
         return leaves.filled(emitted), GuidedEmaState(mu.filled(new_mu), new_scale, step, left)
@@ -256,42 +247,52 @@ def _zero_average(
     return codes, scales
 
 
-def _check_average(name: str, update: jax.Array, mu: Any, scale: Any, bits: int | None) -> None:
+def _check_averages(
+    state: GuidedEmaState,
+    names: Sequence[str],
+    updates: Sequence[jax.Array],
+    averages: Sequence[Any],
+    scales: Sequence[Any],
+    bits: int | None,
+) -> None:
     """Raises ValueError where a state keeps an average of another shape, or in other bits."""
-    is_coded = not jnp.issubdtype(mu.dtype, jnp.floating)
-    if is_coded and scale is None:
-        raise ValueError(f"{name}: the state has codes without scales. Was it loaded in part?")
-    kept = bits_of(mu, update.shape) if is_coded else None
-    like = quantized_like(update.shape, kept)[0].shape if kept else update.shape
-    require_same(f"{name}: the state's average has shape", mu.shape, like)
-    expected = bits if _has_codes(update.shape, bits) else None
-    if kept != expected:
-        has, asked = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
-        raise ValueError(f"{name}: the state has {has}; mu_dtype asks for {asked}.")
+    if state.left.dtype.itemsize < 4:
+        raise ValueError(
+            f"guided_ema: the state's left has type {state.left.dtype}; allowed: float32 or"
+            " float64, in which a product of decays near 1 is kept. Averages may be bfloat16."
+        )
+    for name, update, mu, scale in zip(names, updates, averages, scales, strict=True):
+        is_coded = not jnp.issubdtype(mu.dtype, jnp.floating)
+        if is_coded and scale is None:
+            raise ValueError(f"{name}: the state has codes without scales. Was it loaded in part?")
+        kept = bits_of(mu, update.shape) if is_coded else None
+        like = quantized_like(update.shape, kept)[0].shape if kept else update.shape
+        require_same(f"{name}: the state's average has shape", mu.shape, like)
+        expected = bits if _has_codes(update.shape, bits) else None
+        if kept != expected:
+            has, asked = (f"codes of {x} bits" if x else "no codes" for x in (kept, expected))
+            raise ValueError(f"{name}: the state has {has}; mu_dtype asks for {asked}.")
 
 
-def guidance_scale(
+def _guided(
     update: jax.Array,
     average: jax.Array,
     axes: tuple[int, ...],
     eps: jax.typing.ArrayLike,
     max_scale: jax.typing.ArrayLike,
 ) -> jax.Array:
-    """min(1 / (1 - cos(update, average) + eps), max_scale) for each matrix of a leaf.
+    """The average times min(1 / (1 - cos(update, average) + eps), max_scale), by matrices.
 
     Args:
       update: Clipped update, any shape.
       average: Running average that contains it, the same shape.
       axes: Those within a matrix.
       eps: Added to 1 - cos.
-      max_scale: Cap of the factor.
-
-    Returns:
-      The factor, with axes of size 1 where a matrix lies. 1 where the cosine is 0, as of zeros.
+      max_scale: Cap of the factor, which is 1 where the cosine is 0, as of zeros.
     """
     update = update.astype(average.dtype)
     product = of_norm_one(update, axes) * of_norm_one(average, axes)
     cosine = jnp.sum(product, axis=axes, keepdims=True)
     # The bound also covers cosines that rounding takes past 1.
     scale = 1 / jnp.maximum(1 - cosine + eps, 1 / max_scale)
-    return jnp.where(cosine == 0, 1, scale)
+    return average * jnp.where(cosine == 0, 1, scale)
