@@ -22,8 +22,9 @@ Selection: TypeAlias = Any | Callable[[Any], Any] | None
 
 # Of a module or parameter in snake case; the heads of attention are none of these.
 _OUTER = re.compile(
-    r"embed|(^|_)embs?($|_)|(^|_)(wte|wpe)$|^(tok|tokens?|vocab\w*|pos|positions?|final_layer)$"
-    r"|(?<!multi)(?<!attention)(^|_)head(_\d+)?$|(?<!pre_)logits|classifier|readout"
+    r"embed|(^|_)embs?($|_)|(^|_)(wte|wpe)$|^(tok|tokens?|vocab(?!_transform)\w*|pos|positions?)$"
+    r"|(?<!multi)(?<!attention)(^|_)head(_\d+|_out)?$|(?<!pre_)logits|readout|^final_layer$"
+    r"|class(ifier|_predictor)"
 )
 _CLASSIFIER = re.compile(r"^output_projection$")  # but of attention it is a projection
 _LAST = re.compile(  # layers outside of the modules that hold all others
@@ -33,7 +34,7 @@ _INNER = re.compile(
     r"attn|atten|multiplication|mixer|mamba|ssm|^(q|k|v|o|x|dt|in|out|up|down)_proj|^(query|key|value)$"
 )
 _TABLES = re.compile(  # of leaves that are no module's kernel
-    r"(^|_)((rel|abs|relative|absolute)_pos|pos(ition(al)?)?_enc)|(^|_)(tokens?|table)$"
+    r"(^|_)((rel|abs|relative|absolute)_pos|(pos(ition(al)?)?|segment)_enc)|(^|_)(tokens?|table)$"
     r"|(latents?|prompts?|codebooks?|codevectors?)$"
 )
 _LOW_RANK = re.compile(r"(^|_)lora(_|$)")

@@ -14,7 +14,7 @@ _VECTORS = re.compile(
     r"^(b|gamma|beta|offset|gain|q?zeros)$|(^|_)q?scales?(_inv)?$|[a-z]{4}_b$"  # query_b
 )
 _BIASES = re.compile(r"(^|_)bias(es)?($|_)")
-_KERNELS = ("kernel", "w", "weight")
+_KERNELS = ("kernel", "w", "weight", "weights")
 
 
 def role_of(words: Sequence[str]) -> tuple[Module, str]:
@@ -26,8 +26,8 @@ def role_of(words: Sequence[str]) -> tuple[Module, str]:
 def word_of_vectors(words: Sequence[str]) -> str | None:
     """The word of a leaf's path that names a norm, a bias or a scale; None if there is none."""
     _, role = role_of(words)
-    is_kernel = words[-1:] == ["kernel"]  # a projection within a norm
-    found = [word for word in words if _NORMS.search(word) and not is_kernel]
+    is_kernel = words[-1:] == ["kernel"]  # a projection within a norm, as norm/linear/weight is
+    found = [word for word in words[-2:] if _NORMS.search(word) and not is_kernel]
     found += [word for word in words[-1:] if _VECTORS.search(word)]
     return next(iter(found), role if _BIASES.search(role) else None)
 

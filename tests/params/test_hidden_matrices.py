@@ -124,6 +124,8 @@ TREES = {
         "mlp/a": ((64, 16), "64 x 16"),
         "time_mix/time_faaaa": ((12, 64), "works on each channel"),
         "blocks/norm/linear/kernel": ((64, 192), "64 x 192"),
+        "blocks/norm1/linear/weight": ((192, 64), "192 x 64, outputs first"),
+        "mask/segment_encoding": ((256, 64), "names a table"),
         "final_layer/linear/kernel": ((384, 32), "names an embedding or a head"),
     },
     "axlearn: weights by heads, so those of the MLP have inputs first, too": {
@@ -136,12 +138,16 @@ TREES = {
         "evoformer/attention/output_w": ((48, 8, 32, 256), "48 of 256 x 256"),
         "evoformer/attention/gating_b": ((48, 8, 32), "names vectors"),
         "evoformer/transition/transition1/weights": ((48, 256, 1024), "48 of 256 x 1024"),
+        "evoformer/norm/query/weights": ((48, 256, 64, 32), "48 of 256 x 2048"),
     },
     "networks named after heads and embeddings": {
         "MAPHead_0/MlpBlock_0/Dense_0/kernel": ((64, 256), "64 x 256"),
         "MAPHead_0/Attention_0/query/kernel": ((64, 4, 16), "64 x 64"),
         "text_embedder/layers_0/mlp/kernel": ((64, 256), "64 x 256"),
         "embeddings/patch_embeddings/projection/kernel": ((192, 64), "names an embedding"),
+        "decoder/head_out/kernel": ((64, 256), "'head_out' names an embedding or a head"),
+        "ObjectClassPredictor/kernel": ((256, 92), "names an embedding or a head"),
+        "vocab_transform/kernel": ((768, 768), "768 x 768"),
     },
     "Llama's own names": {
         "tok_embeddings/weight": ((512, 64), "names an embedding"),
