@@ -121,6 +121,8 @@ def comparison(
     baseline: str,
     settings: Sequence[str],
     with_rates: bool = True,
+    labels: Mapping[str, str] | None = None,
+    sizes: Mapping[str, str] | None = None,
 ) -> str:
     """A row for each contender, with its difference from a baseline, paired by seed.
 
@@ -130,8 +132,10 @@ def comparison(
       baseline: The contender that the others are compared with, the row with 0.
       settings: Each has columns of its own.
       with_rates: Whether the best peak rates are among them.
+      labels: What contenders are called; None for their names.
+      sizes: Bytes per parameter of the model with 117M, by contender; None for no such column.
     """
-    titles = ["", "bytes per parameter", "seeds"]
+    titles = ["", "bytes per parameter", *["at 117M"] * bool(sizes), "seeds"]
     for setting in settings:
         titles += [f"{setting}: loss", "minus baseline", *["peak rate"] * with_rates]
     rows = []
@@ -140,7 +144,9 @@ def comparison(
         if not known:
             continue
         seeds = dict.fromkeys(str(len(one.losses)) for one in known)
-        cells = [name, f"{known[0].bytes_a_parameter:.2f}", ", ".join(seeds)]
+        cells = [(labels or {}).get(name, name), f"{known[0].bytes_a_parameter:.2f}"]
+        cells += [sizes.get(name, "")] if sizes else []
+        cells.append(", ".join(seeds))
         for setting in settings:
             one, base = results.get((setting, name)), results.get((setting, baseline))
             if one is None:
@@ -156,37 +162,6 @@ def comparison(
 def contender_of(name: str) -> str:
     """The name in `benchmarks.contenders` of what a row shows."""
     return name.lower().replace(",", "")
-
-
-def shown(
-    results: Results,
-    points: Points,
-    settings: Sequence[str],
-    states: Mapping[str, Mapping[str, float]],
-) -> str:
-    """A row for each name, with its difference from the first one, paired by seed.
-
-    Args:
-      results: The summaries.
-      points: By the name of a row.
-      settings: Each has two columns.
-      states: Of a larger model, as `memory_table` records them.
-    """
-    titles = ["", "bytes per parameter, 0.9M model", "117M model"]
-    for setting in settings:
-        titles += [f"{setting}: loss", f"minus {next(iter(points))}'s"]
-    first, _ = next(iter(points.values()))
-    rows = []
-    for name, (contender, _) in points.items():
-        cells = [name, f"{results[settings[0], contender].bytes_a_parameter:.2f}"]
-        large = states.get(contender_of(name))
-        cells.append(f"{large['bytes_a_parameter']:.2f}" if large else "")
-        for setting in settings:
-            one = results[setting, contender]
-            less = "" if contender == first else difference(one, results[setting, first])
-            cells += [_loss(one), less]
-        rows.append(cells)
-    return records.table(titles, rows)
 
 
 def draw_points(
@@ -219,46 +194,3 @@ def draw_points(
         axes.grid(alpha=0.3)
     axes.set_xlabel("bytes of optimizer state per parameter")
     figure.savefig(path, dpi=150)
-
-
-def draw_differences(
-    results: Results,
-    pairs: Mapping[str, tuple[str, str]],
-    settings: Sequence[str],
-    path: pathlib.Path,
-) -> None:
-    """Draws differences of losses, paired by seed, as dots with standard errors.
-
-    Args:
-      results: The summaries.
-      pairs: By the label of a row two contenders: the loss of the first minus that of the second.
-      settings: Each has a color.
-      path: Of the picture.
-    """
-    lines = sum(label.count("\n") + 1 for label in pairs)
-    figure = Figure(figsize=(8, 0.8 + 0.25 * lines), layout="constrained")
-    axes = figure.subplots()
-    for number, setting in enumerate(settings):
-        for row, (one, other) in enumerate(pairs.values()):
-            if (setting, one) not in results or (setting, other) not in results:
-                continue
-            values = paired(results[setting, one], results[setting, other])
-            axes.errorbar(
-                statistics.mean(values),
-                row + 0.22 * (number - (len(settings) - 1) / 2),
-                xerr=standard_error(values) if len(values) > 1 else None,
-                fmt="os"[number] if len(values) > 1 else "x",
-                color=f"C{number}",
-                markersize=4,
-                label=setting,
-            )
-    axes.axvline(0, color="0.5", linewidth=1)
-    axes.set_yticks(range(len(pairs)), list(pairs), fontsize="small")
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_xlabel("difference of validation losses")
-    if len(settings) > 1:
-        handles, labels = axes.get_legend_handles_labels()
-        unique = dict(zip(labels, handles, strict=True))
-        axes.legend(unique.values(), unique.keys(), loc="upper right")
-    figure.savefig(path, dpi=130)

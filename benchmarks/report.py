@@ -121,7 +121,8 @@ def blocks() -> dict[str, str]:
     longer = loss_tables.summarize([*of_defaults, *of_weights])
     found = {
         "at a glance": _at_a_glance(defaults, states["ours"]),
-        "shown": loss_tables.shown(defaults, SHOWN, TEXTS, states["ours"]),
+        "shown": _shown(defaults, states["ours"]),
+        "changes": _changes(),
         "compared": loss_tables.comparison(results, on_both, BEST_ADAMW, TEXTS),
         "calculator": _calculator("llama3-8b"),
         "calculator, in short": _calculator("llama3-8b", without=(", 8 bits", "--help", "Of dev")),
@@ -278,6 +279,31 @@ def _is_coarse(row: dict) -> bool:
     return row["settings"]["seed"] < 3 and any(abs(ratio - 2.0**k) < 1e-6 for k in range(-4, 5))
 
 
+def _changes() -> str:
+    """What single changes of settings cost on code: a table for each of two optimizers."""
+    coarse = loss_tables.summarize(filter(_is_coarse, loss_tables.read(loss_tables.STUDY)))
+    names = sorted(name for text, name in coarse if text == TEXTS[0] and ", " not in name)
+    of_each = {base: [x for x in names if f"{x} ".startswith(f"{base} ")] for base in _FIRST_RATES}
+    tables = [
+        loss_tables.comparison(coarse, of_base, base, TEXTS[:1], False)
+        for base, of_base in of_each.items()
+    ]
+    return "\n\n".join(tables)
+
+
+def _shown(results: loss_tables.Results, states: dict[str, dict]) -> str:
+    """What is shown first, with sizes of a larger model's states."""
+    contenders = {name: contender for name, (contender, _) in SHOWN.items()}
+    sizes = {
+        contender: f"{states[key]['bytes_a_parameter']:.2f}"
+        for name, contender in contenders.items()
+        if (key := loss_tables.contender_of(name)) in states
+    }
+    labels = {contender: name for name, contender in contenders.items()}
+    names = list(labels)
+    return loss_tables.comparison(results, names, names[0], TEXTS, False, labels, sizes)
+
+
 def _calculator(model: str, without: tuple[str, ...] = ()) -> str:
     """What the calculator of memory prints of a model, but for lines with some words."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
@@ -374,20 +400,11 @@ def main(check: bool = False) -> None:
 
 
 def _draw() -> None:
-    """Draws loss against bytes, differences by single changes, and memory."""
+    """Draws loss against bytes, and memory."""
     of_h100 = records.RESULTS / "memory" / "training_160M_h100"
     training_memory.draw(_read(f"{of_h100}.json")["records"], of_h100.with_suffix(".png"))
     defaults = loss_tables.summarize(loss_tables.read(PICTURES / "defaults.jsonl"))
     loss_tables.draw_points(defaults, SHOWN, TEXTS, PICTURES / "loss_against_bytes.png")
-    coarse = loss_tables.summarize(filter(_is_coarse, loss_tables.read(loss_tables.STUDY)))
-    names = sorted(name for text, name in coarse if text == TEXTS[0] and ", " not in name)
-    changes = {
-        name.replace(" ", ": ", 1): (name, base)
-        for base in _FIRST_RATES
-        for name in names
-        if name.startswith(f"{base} ")
-    }
-    loss_tables.draw_differences(coarse, changes, TEXTS[:1], PICTURES / "changes.png")
 
 
 if __name__ == "__main__":

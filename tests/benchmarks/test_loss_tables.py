@@ -2,7 +2,6 @@
 
 import math
 
-from benchmarks import loss_tables
 from benchmarks.loss_tables import Summary, comparison, difference, summarize, with_error
 
 
@@ -46,10 +45,3 @@ def test_a_comparison_leaves_out_what_did_not_run_and_names_what_diverged():
         "| a | 1.00 | 2 | 3.1000 ± 0.1000 | 0 | 0.001 | 4.0000 ± 0.0000 | 0 | 0.001 |",
         "| b | 0.50 | 3 | 1 of 3 diverged |  | 0.001 |  |  |  |",
     ]
-
-
-def test_differences_are_drawn(tmp_path):
-    results = {("code", "a"): summary(3.0, 3.2), ("code", "b"): summary(3.1, 3.2)}
-    pairs = {"a minus b": ("a", "b"), "a minus c": ("a", "c")}
-    loss_tables.draw_differences(results, pairs, ("code",), tmp_path / "pairs.png")
-    assert (tmp_path / "pairs.png").read_bytes().startswith(b"\x89PNG")
