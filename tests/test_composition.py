@@ -1,7 +1,6 @@
 """adapprox under what Optax and JAX put around an optimizer: the same training as without."""
 
 import functools
-from functools import partial
 
 import chex
 import jax
@@ -103,7 +102,13 @@ AROUND = {
     "partition": lambda tx: optax.partition({"matrix": tx, "rest": tx}, labels),
     "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
     "schedule_free": lambda tx: optax.contrib.schedule_free(tx, 1e-2),
-    "named_chain": lambda tx: optax.named_chain(("clip", optax.clip(1e9)), ("adapprox", tx)),
+    "named_chain": lambda _: optax.named_chain(  # the parts, with the defaults of the whole
+        ("second_moment", adapprox_jax.scale_by_adapprox(**ADAPTIVE)),
+        ("clip", adapprox_jax.clip_by_matrix_rms(1.0)),
+        ("average", adapprox_jax.guided_ema(0.9, nesterov=True)),
+        ("decay", optax.add_decayed_weights(1e-4)),
+        ("rate", optax.scale_by_learning_rate(1e-2)),
+    ),
     "multi_steps": lambda tx: optax.MultiSteps(tx, 2),
     "inject_hyperparams": lambda _: inject(1e-2, **ADAPTIVE),
 }
@@ -128,7 +133,7 @@ def test_a_wrapper_trains_as_without_it(wrapper):
         return stepping(tx)(*carry, grad), None
 
     start = jax.tree.map(jnp.asarray, PARAMS), tx.init(PARAMS)
-    (actual, state), _ = jax.jit(partial(jax.lax.scan, body))(start, stacked(grads))
+    (actual, state), _ = jax.jit(functools.partial(jax.lax.scan, body))(start, stacked(grads))
     if wrapper == "schedule_free":
         actual = state.z  # our own sequence; what is returned lies between it and its mean
     expected, plain = run(PLAIN, gradients(3))
@@ -146,8 +151,7 @@ def test_fields_of_the_state_are_found_by_their_names():
 def test_a_rank_that_is_set_is_kept_until_the_next_choice():
     """Factors are cut to a rank that optax.tree.set has put into the state."""
     params, state = run(PLAIN, gradients(1))
-    ranks = optax.tree.get(state, "rank")
-    assert ranks == (6,)
+    assert optax.tree.get(state, "rank") == (6,)
     state = optax.tree.set(state, rank=(jnp.int32(2),))
     _, state = run(PLAIN, gradients(1, seed=1), params, state)
     report = adapprox_jax.rank_report(state, PARAMS)
