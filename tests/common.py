@@ -97,12 +97,3 @@ def temporaries(function, *arguments, **options):
     """The bytes that XLA plans for what is neither given nor returned."""
     compiled = jax.jit(function, **options).lower(*arguments).compile()
     return compiled.memory_analysis().temp_size_in_bytes
-
-
-def checkpointed(tree, folder):
-    """A tree as Orbax gives it back."""
-    ocp = pytest.importorskip("orbax.checkpoint")
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", tree)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", jax.eval_shape(lambda: tree))

@@ -22,7 +22,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 gc.set_threshold(50_000, 20, 20)  # tracing makes many objects, and few of them are garbage
 
 # Their models add vectors to matrices, which the strictest of JAX's flags refuses.
-ADD_BIASES = ("tests.examples.", "tests.benchmarks.", "tests.test_flax", "tests.test_documents")
+ADD_BIASES = ("tests.examples.", "tests.benchmarks.", "tests.test_documents")
 QUICK_COMPILATION = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 
 

@@ -55,14 +55,12 @@ def test_small_numbers_are_not_lost_beside_a_large_one():
 
 
 def test_values_may_be_trees_with_plain_numbers_and_batches_too():
-    def function(params, batch):
-        (value, more), gradients = jax.value_and_grad(
-            lambda p: (jnp.sum(p * batch["x"]), {"count": batch["n"], "tokens": 8.0}), has_aux=True
-        )(params)
-        return (value, more), gradients
+    def loss(params, batch):
+        return jnp.sum(params * batch["x"]), {"count": batch["n"], "tokens": 8.0}
 
     batches = {"x": jnp.arange(6.0).reshape(3, 2), "n": jnp.asarray([1.0, 2.0, 6.0])}
-    (value, more), gradient = accumulate(function, jnp.ones(2), batches)
+    both = jax.value_and_grad(loss, has_aux=True)
+    (value, more), gradient = accumulate(both, jnp.ones(2), batches)
     assert (float(value), float(more["count"]), float(more["tokens"])) == (5.0, 3.0, 8.0)
     np.testing.assert_array_equal(gradient, [2.0, 3.0])
 
@@ -71,17 +69,16 @@ def test_values_may_be_trees_with_plain_numbers_and_batches_too():
     ("summed", "dtype"),
     [
         ("outside", jnp.float32),
-        ("outside", jnp.bfloat16),
         ("inside", jnp.bfloat16),
         ("of varying weights", jnp.bfloat16),
     ],
 )
 def test_under_shard_map(summed, dtype):
     """Values and gradients vary over the devices where the function's do, and else not."""
-    params, batches = inputs(dtype)
+    whole, batches = inputs(dtype)
     mesh = mesh_of((4,), ("data",))
-    both = jax.value_and_grad(loss)
-    in_specs = P("data") if summed == "of varying weights" else P()
+    both, varies = jax.value_and_grad(loss), summed == "of varying weights"
+    params = jax.tree.map(lambda x: jnp.concatenate([x] * (4 if varies else 1)), whole)
 
     def of_part(params, batches):
         if summed == "inside":
@@ -89,17 +86,13 @@ def test_under_shard_map(summed, dtype):
         value, gradients = accumulate(both, params, batches)
         return jax.lax.pmean(value, "data"), jax.lax.pmean(gradients, "data")
 
-    if summed == "of varying weights":
-        params = jax.tree.map(lambda x: jnp.concatenate([x] * 4), params)
-    run = jax.shard_map(
-        of_part, mesh=mesh, in_specs=(in_specs, P(None, "data")), out_specs=(P(), P())
-    )
+    in_specs = P("data") if varies else P(), P(None, "data")
+    run = jax.shard_map(of_part, mesh=mesh, in_specs=in_specs, out_specs=(P(), P()))
     value, gradients = jax.jit(run)(params, batches)
-    whole, _ = inputs(dtype)
     expected, of_whole = accumulate(both, whole, batches)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     # JAX adds up gradients of weights that do not vary over the devices.
-    devices = 1 if summed == "of varying weights" else 4
+    devices = 1 if varies else 4
     # Two sums of COUNT numbers, in 16 or 24 bits, of gradients that are rounded, too.
     bound = COUNT * 2.0**-16 + 2.0**-6 if dtype == jnp.bfloat16 else COUNT * 2.0**-23
     for name, gradient in gradients.items():

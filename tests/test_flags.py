@@ -43,7 +43,6 @@ SETTINGS = {
     "muon, factors": dict(second_moment=True),
     "muon, no second moment": dict(second_moment=False, nesterov=False),
 }
-each_setting = pytest.mark.parametrize("name", SETTINGS)
 
 
 @contextlib.contextmanager
@@ -66,7 +65,7 @@ def parameters(**dtypes):
 
 
 @pytest.mark.all_platforms
-@each_setting
+@pytest.mark.parametrize("name", SETTINGS)
 def test_strict_flags(name):
     """Where a step is traced, it is traced for every platform. Leaves of two types side by side."""
     tx, half = made(name, rate=lambda step: 1e-3), jnp.bfloat16

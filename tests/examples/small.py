@@ -5,9 +5,6 @@ import pathlib
 import shutil
 import time
 
-import jax
-import numpy as np
-
 from examples.gpt2 import checkpoints, train
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -21,10 +18,11 @@ ELASTIC = ["--elastic", "--initial-rank", 1, "--max-rank", 12, "--steps", 24]
 ELASTIC += ["--error-threshold", 0.02, "--eval-every", 12, "--checkpoint-every", 12]
 ALL_AXES = ("--mesh", "data=2,fsdp=2,tensor=2")
 FOR_MESHES = ("--batch-size", 8)  # rows for eight devices
+MUON = ("--optimizer", "adapprox-muon", "--mu-dtype", "int4")
 OPTIONS = {
     "adamw": ["--optimizer", "adamw"],
     "elastic": ELASTIC,
-    "split": ["--optimizer", "adapprox-muon", "--weights", "split", "--accumulate", 2],
+    "split": [*MUON, "--weights", "split", "--accumulate", 2],
     "stochastic": ["--optimizer", "adamw", "--weights", "bfloat16-stochastic"],
     "alone": FOR_MESHES,
     "adamw-alone": [*FOR_MESHES, "--optimizer", "adamw"],
@@ -44,9 +42,9 @@ def arguments(work, name, *extra):
     return [*small, *map(str, [*places, *extra])]
 
 
-def rows_of(out):
-    """The metrics of a run."""
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+def rows_of(out, name="metrics.jsonl"):
+    """The metrics of a run, or the rows of another file."""
+    return [json.loads(line) for line in (out / name).read_text().splitlines()]
 
 
 def losses_of(out):
@@ -81,13 +79,6 @@ def before_its_end(run, name, last=6):
     copy = shutil.copytree(run, run.parent / name)
     shutil.rmtree(copy / "checkpoints" / str(last))
     return copy
-
-
-def assert_equal_bits(first, second):
-    first, second = (jax.tree_util.tree_leaves_with_path(tree) for tree in (first, second))
-    assert [path for path, _ in first] == [path for path, _ in second]
-    for (path, a), (_, b) in zip(first, second, strict=True):
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=str(path))
 
 
 def error_line(capsys):

@@ -58,8 +58,7 @@ def finetune(*given, **places):
 def test_a_task_is_learnt_and_predicted_as_it_is_submitted(work):
     finetune(work, "sst2", "sst2-run", *ADAMW)
     scores = [r["validation_accuracy"] for r in rows_of(work / "sst2-run") if len(r) == 2]
-    lines = (work / "sst2/validation.jsonl").read_text().splitlines()
-    labels = [str(json.loads(line)["label"]) for line in lines]
+    labels = [str(row["label"]) for row in rows_of(work / "sst2", "validation.jsonl")]
     majority = 100 * max(map(labels.count, "01")) / len(labels)
     assert max(scores) > majority + 25
     predictions = work / "sst2-run" / "predictions"
@@ -77,8 +76,7 @@ def test_answers_are_marked(work):
     losses = list(losses_of(work / "squad-run").values())
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
     answers = json.loads((work / "squad-run/predictions/validation.json").read_text())
-    lines = (work / "squad/validation.jsonl").read_text().splitlines()
-    asked = {row["id"]: row["context"] for row in map(json.loads, lines)}
+    asked = {row["id"]: row["context"] for row in rows_of(work / "squad", "validation.jsonl")}
     assert answers.keys() == asked.keys()
     assert all(answer in asked[i] for i, answer in answers.items())
 

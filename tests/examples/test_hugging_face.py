@@ -39,11 +39,7 @@ def store(folder, tensors, name="model.safetensors"):
     safetensors.save_file(tensors, folder / name, metadata={"format": "pt"})
 
 
-def test_logits_are_those_of_pytorch(folder):
-    check_logits(folder)
-
-
-def test_names_without_prefix_and_old_buffers(folder):
+def test_logits_are_those_of_pytorch_without_a_prefix_and_with_old_buffers(folder):
     tensors = {name.removeprefix("transformer."): x for name, x in tensors_of(folder).items()}
     tensors["h.0.attn.bias"] = np.ones((1, 1, 24, 24), np.float32)
     tensors["h.0.attn.masked_bias"] = np.full((), -1e4, np.float32)

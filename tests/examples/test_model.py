@@ -20,9 +20,8 @@ forward = nnx.jit(lambda model, x: model(x))
 loss = nnx.jit(gpt.loss)
 
 
-def tokens(batch, length, seed=0):
-    rng = np.random.default_rng(seed)
-    return rng.integers(0, SMALL.vocabulary, (batch, length), np.int32)
+def tokens(batch, length):
+    return np.random.default_rng(0).integers(0, SMALL.vocabulary, (batch, length), np.int32)
 
 
 def test_the_number_of_parameters_is_gpt2s():
@@ -31,15 +30,6 @@ def test_the_number_of_parameters_is_gpt2s():
     leaves = jax.tree.leaves(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
     # OpenAI's 124,439,808, with 47 more tokens: 50,304 is a multiple of 128.
     assert sum(leaf.size for leaf in leaves) == 124_439_808 + 47 * 768
-
-
-def test_a_token_changes_nothing_before_it(model):
-    first = tokens(8, 8)
-    second = first.copy()
-    second[:, 5] = (first[:, 5] + 1) % SMALL.vocabulary
-    before, after = (np.asarray(forward(model, x)) for x in (first, second))
-    np.testing.assert_array_equal(before[:, :5], after[:, :5])
-    assert (before[:, 5:] != after[:, 5:]).any(axis=-1).all()
 
 
 def test_loss_is_the_mean_negative_log_probability(model):

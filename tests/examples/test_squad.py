@@ -22,9 +22,8 @@ def of_words():
     return Tokenizer(lambda texts: [encode(text) for text in texts], 100, 0)
 
 
-def question(text, start=None, context=CONTEXT):
-    start = context.index(text) if start is None else start
-    return Question("q", "Where is she ?", context, (Answer(text, start),))
+def question(text):
+    return Question("q", "Where is she ?", CONTEXT, (Answer(text, CONTEXT.index(text)),))
 
 
 def test_an_answer_that_is_not_at_its_place_has_none():
@@ -55,16 +54,11 @@ def test_an_answer_is_found_in_each_window_that_holds_it(length, stride, text):
     assert covered == set(tokenizer.encode_all([CONTEXT])[0].spans)
 
 
-def test_a_long_question_is_cut_and_bytes_have_spans():
-    asked = Question("q", "why " * 30, CONTEXT, (Answer("Kyōto", CONTEXT.index("Kyōto")),))
-    tokenizer = byte_tokenizer()
-    for window in squad.windows([asked], tokenizer, 32, 8):
+def test_a_long_question_is_cut():
+    asked = Question("q", "why " * 30, CONTEXT, ())
+    for window in squad.windows([asked], byte_tokenizer(), 32, 8):
         assert len(window.tokens) <= 32
         assert window.first == 17
-        first, last = window.target
-        if first >= window.first:
-            found = bytes(window.tokens[first : last + 1]).decode()
-            assert found == "Kyōto"
 
 
 def test_the_best_span_over_all_windows_is_the_answer():
@@ -91,23 +85,20 @@ def test_answers_end_after_they_begin_and_are_not_too_long():
 
 
 @pytest.mark.parametrize(
-    ("given", "gold", "f1"),
+    ("given", "golds", "exact_match", "f1"),
     [
-        ("The Rhine!", "rhine", 1.0),
-        ("in the old town", "old town hall", 2 * (2 / 3) * (2 / 3) / (4 / 3)),
-        ("a b b", "b b b", 0.8),  # "a" is an article: 2 words of 2, 2 of 3
-        ("", "Bonn", 0.0),
+        ("The Rhine!", ["rhine"], 100, 1.0),
+        ("in the old town", ["old town hall"], 0, 2 * (2 / 3) * (2 / 3) / (4 / 3)),
+        ("a b b", ["b b b"], 0, 0.8),  # "a" is an article: 2 words of 2, 2 of 3
+        ("", ["Bonn"], 0, 0.0),
+        ("River Kamo", ["near the river", "the river Kamo"], 100, 1.0),
+        ("river", ["near the river", "the river Kamo"], 0, 2 / 3),
     ],
 )
-def test_f1_of_words(given, gold, f1):
-    assert squad.token_f1(given, gold) == pytest.approx(f1)
-
-
-def test_scores_take_the_best_of_several_gold_answers():
-    golds = (Answer("near the river", 20), Answer("the river Kamo", None))
-    asked = [Question("1", "", CONTEXT, golds), Question("2", "", CONTEXT, (Answer("Zoë", 0),))]
-    scores = squad.score(asked, {"1": "River Kamo", "2": "Kamo"})
-    assert scores == {"exact_match": 50.0, "f1": 50.0}
-    scores = squad.score(asked, {"1": "river", "2": "Zoë lives"})
-    assert scores["exact_match"] == 0.0
-    assert scores["f1"] == pytest.approx(100 * (2 / 3 + 2 / 3) / 2)
+def test_scores_take_the_best_of_several_gold_answers(given, golds, exact_match, f1):
+    """Of two questions the mean; the other one is answered with its gold answer."""
+    answers = tuple(Answer(gold, None) for gold in golds)
+    asked = [Question("1", "", "", answers), Question("2", "", "", (Answer("Zoë", 0),))]
+    scores = squad.score(asked, {"1": given, "2": "Zoë"})
+    assert scores["exact_match"] == (exact_match + 100) / 2
+    assert scores["f1"] == pytest.approx(100 * (f1 + 1) / 2)

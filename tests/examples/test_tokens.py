@@ -50,11 +50,10 @@ def test_tokens_come_back_as_text_and_know_their_characters(tokenizer):
 
 
 def test_a_file_that_asks_for_cuts_and_padding_is_not_heeded(trained, tmp_path):
-    trained.enable_truncation(8)
-    trained.enable_padding(length=500)
-    trained.save(str(tmp_path / "tokenizer.json"))
-    trained.no_truncation()
-    trained.no_padding()
+    asking = tokenizers.Tokenizer.from_str(trained.to_str())
+    asking.enable_truncation(8)
+    asking.enable_padding(length=500)
+    asking.save(str(tmp_path / "tokenizer.json"))
     tokens = read_tokenizer(tmp_path).encode_all([TEXT])[0].tokens
     assert tokens == trained.encode(TEXT).ids
     assert len(tokens) > 8

@@ -6,6 +6,7 @@ import math
 import shutil
 import signal
 
+import chex
 import jax
 import optax
 import pytest
@@ -13,12 +14,10 @@ import tyro
 
 from examples.gpt2 import command, optimizers, train
 from examples.gpt2 import config as settings
-from examples.gpt2 import model as gpt
 from examples.gpt2.folder import run_folder
 from tests.examples.small import (
     OPTIONS,
     arguments,
-    assert_equal_bits,
     assert_refused,
     before_its_end,
     losses_of,
@@ -40,7 +39,7 @@ def test_a_run_leaves_what_people_expect(run_of, name, steps):
     checks = [row for row in rows_of(out) if "validation_loss" in row]
     assert [row["step"] for row in checks] == [steps // 2, steps]
     for row in checks:
-        assert ("ranks" in row) == (name != "adamw")
+        assert ("ranks" in row) == ("state_mib" in row) == (name != "adamw")
     assert checks[1]["validation_loss"] < checks[0]["validation_loss"] < losses[1]
 
 
@@ -51,7 +50,7 @@ def test_a_run_leaves_what_people_expect(run_of, name, steps):
 def test_resume_gives_the_same_bits(run_of, work, name, steps):
     shorter = before_its_end(run_of(name), f"{name}-resumed", steps)
     assert train.main(arguments(work, shorter.name, *OPTIONS[name], "--resume")) == 0
-    assert_equal_bits(saved(shorter, steps), saved(run_of(name), steps))
+    chex.assert_trees_all_equal(saved(shorter, steps), saved(run_of(name), steps))
     assert losses_of(shorter) == losses_of(run_of(name))
 
 
@@ -66,14 +65,12 @@ def test_weights_of_16_bits_learn_and_are_saved_as_such(run_of, name):
 
 
 def test_elastic_buffers_follow_the_ranks(run_of):
-    """From 8 columns to 12, with the state's bytes in the records."""
-    checks = [row for row in rows_of(run_of("elastic")) if "validation_loss" in row]
+    """From 8 columns to 12."""
     factors = saved(run_of("elastic"), 24)["opt_state"][0]["q"]
     widths = {leaf.shape[-1] for leaf in jax.tree.leaves(factors) if leaf.ndim}
     assert 12 in widths
     # Wider buffers of 16 x 16 and 16 x 48 would not be smaller than the matrix.
     assert widths <= {7, 8, 11, 12}
-    assert checks[-1]["state_mib"] > 0
 
 
 def test_a_run_that_is_not_kept_goes_on_and_leaves_numbers_alone(work, run_of, at_step):
@@ -120,12 +117,10 @@ def test_a_run_can_be_made_longer_and_not_shorter(work, run_of, capsys):
         ("--vocabulary 100", ["--vocabulary 100", "256"]),
         ("--b1 2", ["--b1 is 2"]),
         ("--max-rank 0", ["max_rank", "0"]),
-        ("--error-threshold -1 --initial-rank 1", ["error_threshold", "-1"]),
         ("--elastic", ["--elastic needs both ranks in columns"]),
         ("--elastic --initial-rank 9 --max-rank 8", ["got --initial-rank 9 and --max-rank 8"]),
         ("--resume", ["there is no checkpoint in"]),
         (f"--out {__file__}/run", [__file__, "Not a directory"]),
-        (f"--out {'x' * 300}", ["xxx", "File name too long"]),
         ("--mesh data=2,rows=4", ["'rows=4'", "data, fsdp, tensor"]),
         ("--mesh data=2,data=4", ["'data=4'", "each once"]),
         ("--mesh data=-1", ["'data=-1'"]),
@@ -147,10 +142,9 @@ def test_bad_options_are_refused_in_one_line(work, capsys, options, words):
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ("--b1 0.5", "--b1 was 0.9, now 0.5\n"),
         (
-            "--optimizer adafactor --seed 1",
-            "--optimizer was adamw, now adafactor, --seed was 0, now 1\n",
+            "--optimizer adafactor --b1 0.5",
+            "--optimizer was adamw, now adafactor, --b1 was 0.9, now 0.5\n",
         ),
         (
             "--tokenizer sentencepiece --vocabulary 400",
@@ -190,12 +184,6 @@ def test_the_default_run_learns(tmp_path, capsys):
     assert "AdamW's" in capsys.readouterr().out
 
 
-def test_presets_are_the_papers():
-    for name, minimum in (("117M", 5e-5), ("345M", 3e-5)):
-        config = settings.resolve(settings.Config(model=name))
-        assert (config.batch_size, config.steps, config.warmup) == (128, 100_000, 1_000)
-        assert config.learning_rate == 3e-4
-        assert config.min_learning_rate == pytest.approx(minimum)
-        assert settings.gpt_config(config) == gpt.CONFIGS[name]
+def test_the_last_rate_follows_the_first():
     halved = settings.resolve(settings.Config(model="117M", learning_rate=1.5e-4))
     assert halved.min_learning_rate == pytest.approx(2.5e-5)
