@@ -1,6 +1,7 @@
 """adapprox under what Optax and JAX put around an optimizer: the same training as without."""
 
 import functools
+import warnings
 
 import chex
 import jax
@@ -227,6 +228,45 @@ def test_vmap_over_a_population_of_muon_in_codes():
         for name, start in OF_MUON.items():  # rounding may change a few codes by one
             difference = np.linalg.norm(actual[name][index] - expected[name])
             assert difference <= 0.01 * np.linalg.norm(expected[name] - start), name
+
+
+def test_donation():
+    """Parameters and state may give their memory to the next step, and training is the same."""
+    update = jax.jit(stepping(PLAIN), donate_argnums=(0, 1))
+    params, state = jax.tree.map(jnp.array, PARAMS), PLAIN.init(PARAMS)
+    grads = gradients(4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*donated")  # what JAX cannot use
+        for grad in grads:
+            given = [leaf for leaf in jax.tree.leaves((params, state)) if leaf.size > 2]
+            params, state = update(params, state, grad)
+            # All but the key and the placeholders, which are passed on as they are.
+            assert all(leaf.is_deleted() for leaf in given)
+    # To rounding: a program that reuses memory may be fused otherwise.
+    chex.assert_trees_all_close((params, state), run(PLAIN, grads), rtol=1e-5)
+
+
+KEPT = {
+    "guided": adapprox_jax.adapprox(1e-2, mu_dtype="int8", cosine_guidance=True),
+    "by neurons": adapprox_jax.adapprox_muon(1e-2),
+    "factors": adapprox_jax.adapprox_muon(1e-2, mu_dtype="int5", second_moment=True),
+    "split": adapprox_jax.split_weights(adapprox_jax.adapprox_muon(1e-2, mu_dtype="int4")),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_a_run_goes_on_from_a_checkpoint(name, tmp_path):
+    """With every bit."""
+    tx, params, grads = KEPT[name], OF_MUON, gradients(2, OF_MUON)
+    params, state = adapprox_jax.split(tx, params) if name == "split" else (params, tx.init(params))
+    saved = run(tx, grads[:1], params, state)
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", saved)
+        checkpointer.wait_until_finished()
+        back = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: saved))
+    chex.assert_trees_all_equal(back, saved, strict=True)
+    chex.assert_trees_all_equal(run(tx, grads[1:], *back), run(tx, grads[1:], *saved))
 
 
 def test_inject_hyperparams_leaves_types_alone():

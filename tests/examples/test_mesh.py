@@ -108,11 +108,15 @@ def test_no_device_holds_all(work, capsys):
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [("adamw-alone", ALL_AXES[1]), pytest.param("alone", "tensor=8", marks=pytest.mark.slow)],
+    [
+        ("adamw-alone", ALL_AXES[1]),
+        pytest.param("alone", ALL_AXES[1], marks=pytest.mark.slow),
+        pytest.param("alone", "tensor=8", marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_learn_what_one_does(work, run_of, name, mesh):
     """Along "tensor" alone each of them needs all rows. AdamW compiles in a second."""
-    out = work / f"{name}-in-two"
+    out = work / f"{name}-{mesh}"
     with two_processes(*arguments(work, out.name, *OPTIONS[name], "--mesh", mesh)) as started:
         (first, _), (second, _) = ended(started, 0)
     assert "final validation loss" in first
@@ -126,6 +130,7 @@ def test_two_processes_learn_what_one_does(work, run_of, name, mesh):
     ("name", "mesh"),
     [
         ("on-eight", "fsdp=4,tensor=2"),
+        ("on-eight", "None"),
         ("split-on-eight", "None"),
         ("stochastic-on-eight", "None"),
     ],
@@ -139,6 +144,15 @@ def test_goes_on_with_another_mesh(work, run_of, capsys, name, mesh):
     np.testing.assert_allclose(losses(moved), losses(run_of(name)), atol=1e-3)
     if name == "on-eight":
         assert_alike(moved, run_of(name))
+
+
+@pytest.mark.slow
+def test_what_one_process_saved_two_go_on_from(work, run_of):
+    more = before_its_end(run_of("alone"), "more")
+    with two_processes(*arguments(work, "more", *OPTIONS["on-eight"], "--resume")) as started:
+        (first, _), _ = ended(started, 0)
+    assert "going on after step 3" in first
+    assert_alike(more, run_of("alone"))
 
 
 @pytest.mark.slow

@@ -2,9 +2,13 @@
 
 import json
 import os
+import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import time
 
 import chex
 import jax
@@ -14,10 +18,13 @@ import pytest
 from examples.gpt2 import checkpoints, train
 from examples.gpt2.folder import run_folder
 from tests.examples.small import (
+    ROOT,
     arguments,
     assert_refused,
     error_line,
+    row_count,
     saved,
+    wait_for_rows,
 )
 
 ADAMW = ("--optimizer", "adamw")
@@ -136,3 +143,23 @@ def test_a_full_disk_ends_in_a_line_and_the_last_checkpoint_is_whole(work, whole
     assert "a checkpoint cannot be written" in errors or "File too large" in errors
     assert train.main([*command, "--resume"]) == 0
     chex.assert_trees_all_equal(saved(work / "full"), saved(whole))
+
+
+@pytest.mark.slow
+def test_kill_at_twenty_random_moments(work):
+    """Saves, which are at every third step, included."""
+    options = [*ADAMW, "--steps", 1000, "--eval-every", 5000, "--checkpoint-every", 3]
+    command = [sys.executable, "-m", "examples.gpt2.train", *arguments(work, "killed", *options)]
+    out, dice = work / "killed", random.Random(0)
+    for _ in range(20):
+        is_whole = [path.name.isdecimal() for path in (out / "checkpoints").glob("*")]
+        resume = ["--resume"] if any(is_whole) else []
+        rows = row_count(out)
+        process = subprocess.Popen([*command, *resume], cwd=ROOT)
+        wait_for_rows(out, rows + 1, process)
+        time.sleep(dice.uniform(0, 1.5))
+        process.kill()
+        process.wait()
+    subprocess.run([*command, "--resume"], cwd=ROOT, check=True, timeout=600)
+    assert train.main(arguments(work, "never-killed", *options)) == 0
+    chex.assert_trees_all_equal(saved(out, 1000), saved(work / "never-killed", 1000))
