@@ -38,16 +38,12 @@ def gradient(seed, shape=(24, 40), dtype=jnp.float32):
     return np.asarray(np.random.default_rng(seed).normal(size=shape) * scales, dtype)
 
 
-def all_finite(tree):
-    return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
-
-
 def test_half_precision_differs_from_float32_by_its_rounding_alone():
     tx = TRANSFORMATIONS["guided and corrected"]  # in the others all of their own is in float32
     dtypes = [jnp.bfloat16, *([jnp.float16] if compiles_float16() else [])]
     grads = [[gradient(seed, dtype=dtype) for dtype in dtypes] for seed in range(5)]
     all_updates, state = run(tx, grads)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, jax.eval_shape(tx.init, grads[0]))
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(grads[0]))
     for i, dtype in enumerate(dtypes):
         expected, _ = run(tx, [np.asarray(grad[i], np.float32) for grad in grads])
         assert all_updates[-1][i].dtype == dtype
@@ -79,7 +75,7 @@ def test_rows_and_leaves_without_gradients_stay_where_they_are(tx):
         grads.append(gradient(seed) * mask)
     for given in (grads, zeros, zeros[:5] + [gradient(0)] * 5, [gradient(0)] * 3 + zeros):
         updates, state = run(tx, given)
-        assert all_finite((updates, state))
+        chex.assert_tree_all_finite((updates, state))
         assert np.all((updates[-1] != 0) == np.any([x != 0 for x in given], axis=(0, 2))[:, None])
 
 
@@ -101,10 +97,9 @@ def test_every_shape(name):
     shapes = SHAPES[name]
     grads = [[gradient(seed, shape) for shape in shapes] for seed in range(3)]
     all_updates, state = run(TRANSFORMATIONS[name], grads)
-    assert all_finite(state)
+    chex.assert_tree_all_finite((all_updates[-1], state))
     for shape, updates, q in zip(shapes, all_updates[-1], state[0].q, strict=True):
         assert updates.shape == shape
-        assert np.all(np.isfinite(updates)), shape
         assert np.all(updates != 0), shape
         assert (q == optax.MaskedNode()) == (shape in DENSE), shape
 
