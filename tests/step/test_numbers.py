@@ -14,16 +14,13 @@ from tests.common import run
 from tests.hardware import compiles_float16
 
 SETTINGS = {
-    "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
-    "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1, min_dim_size_to_factor=1),
-    "qr": dict(max_rank=4, oversampling=5, orthogonalization="qr", min_dim_size_to_factor=1),
-    "guided and corrected": dict(
-        max_rank=4, cosine_guidance=True, bias_correction=True, min_dim_size_to_factor=1
-    ),
+    "fixed": dict(max_rank=4),
+    "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1),
+    "qr": dict(max_rank=4, oversampling=5, orthogonalization="qr"),
+    "guided and corrected": dict(max_rank=4, cosine_guidance=True, bias_correction=True),
     "paper": adapprox_jax.PAPER,
 }
-
-
+SETTINGS = {name: {**settings, "min_dim_size_to_factor": 1} for name, settings in SETTINGS.items()}
 TRANSFORMATIONS = {
     name: adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
     for name, settings in SETTINGS.items()
