@@ -153,8 +153,7 @@ def test_updates_of_zero_gradients_and_of_gradients_up_to_1e36_are_finite(name, 
 
     Of matrices with factors, and of vectors and small matrices without.
     """
-    make = getattr(adapprox_jax, name)
-    tx = make(1e-2, max_rank=4, min_dim_size_to_factor=8, **settings)
+    tx = getattr(adapprox_jax, name)(1e-2, max_rank=4, min_dim_size_to_factor=8, **settings)
     for sizes in ((0, 1e36, 0), (1, 1e18, 1e36), (1e22, 1, 1)):
         state = None
         for seed, size in enumerate(sizes):
