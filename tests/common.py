@@ -26,6 +26,15 @@ def run(tx, grads, params=None, state=None):
     return all_updates, state
 
 
+def assert_near(actual, expected, most):
+    """Each array is as near to the other as this share of its norm, or nearer."""
+
+    def check(path, x, y):
+        assert np.linalg.norm(x - y) <= most * np.linalg.norm(y), jax.tree_util.keystr(path)
+
+    jax.tree.map_with_path(check, actual, expected)
+
+
 def mesh_of(sizes, names, kind=AxisType.Auto):
     """A mesh of the first devices, where there are enough."""
     count = math.prod(sizes)

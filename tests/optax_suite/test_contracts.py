@@ -8,7 +8,9 @@ import inspect
 import itertools
 import unittest
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from optax.contrib import _common_test as suite
@@ -44,10 +46,11 @@ PARAMETERS = {
 }
 
 
-def register(monkeypatch, optimizer):
-    """Puts an optimizer where the suite looks for it and names its static arguments."""
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    """Puts adapprox where the suite looks for it and names its static arguments."""
     inject = optax.inject_hyperparams
-    monkeypatch.setattr(optax.contrib, "adapprox", optimizer, raising=False)
+    monkeypatch.setattr(optax.contrib, "adapprox", adapprox_jax.adapprox, raising=False)
     monkeypatch.setattr(
         suite._inject,
         "inject_hyperparams",
@@ -80,11 +83,6 @@ def cases():
             yield pytest.param(contract, parameters, id="-".join([contract, *names]), marks=marks)
 
 
-@pytest.fixture(autouse=True)
-def _registered(monkeypatch):
-    register(monkeypatch, adapprox_jax.adapprox)
-
-
 def test_every_contract_of_the_suite_is_run():
     """A contract that a newer Optax adds is noticed."""
     assert set(PARAMETERS) == set(CONTRACTS)
@@ -94,3 +92,59 @@ def test_every_contract_of_the_suite_is_run():
 def test_contract(contract, parameters):
     """Optax's contract holds for adapprox."""
     run_contract(contract, {}, **parameters)
+
+
+def quadratic(*shapes):
+    """A quadratic with random targets of these shapes, set up in the suite's way."""
+
+    def setup(dtype):
+        rng = np.random.default_rng(0)
+        final = [jnp.asarray(rng.normal(size=shape), dtype) for shape in shapes]
+
+        def objective(params):
+            return optax.tree.norm(optax.tree.sub(params, final), squared=True)
+
+        return optax.tree.zeros_like(final), final, objective
+
+    return setup
+
+
+def rosenbrock(dtype):
+    """Rosenbrock's function summed over pairs of entries from the two halves of a matrix."""
+    initial = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (24, 16)), dtype)
+
+    def objective(params):
+        x, y = jnp.split(params, 2)
+        return jnp.sum((1 - x) ** 2 + 100 * (y - x**2) ** 2)
+
+    return initial, jnp.ones_like(initial), objective
+
+
+@pytest.mark.parametrize(
+    ("settings", "target", "steps"),
+    [
+        (dict(min_dim_size_to_factor=1), quadratic((24, 16), (48,)), 3_000),
+        # A curved valley, which asks more of it.
+        (
+            dict(min_dim_size_to_factor=1, initial_rank=1, max_rank=6, error_threshold=0.1),
+            rosenbrock,
+            12_000,
+        ),
+        pytest.param(
+            adapprox_jax.PAPER, quadratic((48, 200), (48,)), 30_000, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["fixed", "adaptive", "paper"],
+)
+def test_it_converges_where_second_moments_are_factors(settings, target, steps, monkeypatch):
+    """The suite's own matrices are 2 x 2. Within some of its 30,000 steps, at a constant rate."""
+    params, *_ = target(jnp.float32)
+    state = adapprox_jax.adapprox(1e-2, **settings).init(params)
+    assert adapprox_jax.rank_report(state, params)
+    scan = jax.lax.scan
+
+    def shorter(f, init, xs=None, length=None, **keywords):
+        return scan(f, init, xs, steps if length == 30_000 else length, **keywords)
+
+    monkeypatch.setattr(jax.lax, "scan", shorter)
+    run_contract("test_optimizers", settings, target=target, dtype="float32")

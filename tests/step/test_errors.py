@@ -1,5 +1,7 @@
 """The error reported is that of the factors, and a rank that rises is followed at once."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -77,15 +79,10 @@ def check_errors(tx, name, grads, shape):
 @pytest.mark.parametrize("kind", ["constant, then rows", "rows that grow"])
 def test_a_rank_that_rises_is_followed_whatever_is_drawn(kind, orthogonalization):
     """Columns of the last u that depend on each other leave none for what is new."""
-    grads, errors = gradients(kind, (256, 64)), []
-    makes = [
-        adapprox_jax.scale_by_adapprox(orthogonalization=orthogonalization, key=key)
-        for key in range(40)
-    ]
-    update = compiled(makes[0])
-    for tx in makes:
-        state = tx.init(grads[0])
+    make = partial(adapprox_jax.scale_by_adapprox, orthogonalization=orthogonalization)
+    grads, update = gradients(kind, (256, 64)), compiled(make())
+    for key in range(40):
+        state = make(key=key).init(grads[0])
         for grad in grads:
             _, state = update(grad, state)
-            errors.append(float(state.error[0]))
-    assert max(errors) <= 0.005
+            assert state.error[0] <= 0.005, key

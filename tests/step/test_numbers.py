@@ -14,16 +14,13 @@ from tests.common import run
 from tests.hardware import compiles_float16
 
 SETTINGS = {
-    "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
-    "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1, min_dim_size_to_factor=1),
-    "qr": dict(max_rank=4, oversampling=5, orthogonalization="qr", min_dim_size_to_factor=1),
-    "guided and corrected": dict(
-        max_rank=4, cosine_guidance=True, bias_correction=True, min_dim_size_to_factor=1
-    ),
+    "fixed": dict(max_rank=4),
+    "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1),
+    "qr": dict(max_rank=4, oversampling=5, orthogonalization="qr"),
+    "guided and corrected": dict(max_rank=4, cosine_guidance=True, bias_correction=True),
     "paper": adapprox_jax.PAPER,
 }
-
-
+SETTINGS = {name: {**settings, "min_dim_size_to_factor": 1} for name, settings in SETTINGS.items()}
 TRANSFORMATIONS = {
     name: adapprox_jax.adapprox(1.0, weight_decay=0.0, **settings)
     for name, settings in SETTINGS.items()
@@ -38,16 +35,12 @@ def gradient(seed, shape=(24, 40), dtype=jnp.float32):
     return np.asarray(np.random.default_rng(seed).normal(size=shape) * scales, dtype)
 
 
-def all_finite(tree):
-    return all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(tree))
-
-
 def test_half_precision_differs_from_float32_by_its_rounding_alone():
     tx = TRANSFORMATIONS["guided and corrected"]  # in the others all of their own is in float32
     dtypes = [jnp.bfloat16, *([jnp.float16] if compiles_float16() else [])]
     grads = [[gradient(seed, dtype=dtype) for dtype in dtypes] for seed in range(5)]
     all_updates, state = run(tx, grads)
-    chex.assert_trees_all_equal_shapes_and_dtypes(state, jax.eval_shape(tx.init, grads[0]))
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(grads[0]))
     for i, dtype in enumerate(dtypes):
         expected, _ = run(tx, [np.asarray(grad[i], np.float32) for grad in grads])
         assert all_updates[-1][i].dtype == dtype
@@ -79,7 +72,7 @@ def test_rows_and_leaves_without_gradients_stay_where_they_are(tx):
         grads.append(gradient(seed) * mask)
     for given in (grads, zeros, zeros[:5] + [gradient(0)] * 5, [gradient(0)] * 3 + zeros):
         updates, state = run(tx, given)
-        assert all_finite((updates, state))
+        chex.assert_tree_all_finite((updates, state))
         assert np.all((updates[-1] != 0) == np.any([x != 0 for x in given], axis=(0, 2))[:, None])
 
 
@@ -101,10 +94,9 @@ def test_every_shape(name):
     shapes = SHAPES[name]
     grads = [[gradient(seed, shape) for shape in shapes] for seed in range(3)]
     all_updates, state = run(TRANSFORMATIONS[name], grads)
-    assert all_finite(state)
+    chex.assert_tree_all_finite((all_updates[-1], state))
     for shape, updates, q in zip(shapes, all_updates[-1], state[0].q, strict=True):
         assert updates.shape == shape
-        assert np.all(np.isfinite(updates)), shape
         assert np.all(updates != 0), shape
         assert (q == optax.MaskedNode()) == (shape in DENSE), shape
 

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 import adapprox_jax
 from adapprox_jax.step import platform
-from tests.common import program_of, run
+from tests.common import assert_near, program_of, run
 
 SHAPES = {"tall": (40, 24), "stack": (2, 24, 40), "vector": (40,)}
 SETTINGS = {
@@ -48,13 +49,9 @@ def test_the_schedules_take_the_same_steps(name, kind, in_phases, monkeypatch):
     expected, expected_state = run(make(), grads)
     in_phases(kind)
     actual, state = run(make(), grads)
-    for one, other in zip(actual, expected, strict=True):
-        for name in SHAPES:
-            difference = np.linalg.norm(one[name] - other[name])
-            assert difference <= 1e-4 * np.linalg.norm(other[name]), name
-    jax.tree.map(np.testing.assert_array_equal, state.rank, expected_state.rank)
-    close = partial(np.testing.assert_allclose, rtol=1e-3)
-    jax.tree.map(close, state.error, expected_state.error)
+    assert_near(actual, expected, 1e-4)
+    chex.assert_trees_all_equal(state.rank, expected_state.rank)
+    chex.assert_trees_all_close(state.error, expected_state.error, rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("name", ["moment", "many columns", "adaptive"])
@@ -71,9 +68,9 @@ def test_factors_of_targets_in_bfloat16_are_as_near_to_them(name, in_phases, mon
         np.testing.assert_array_equal(rounded[0][shape], exact[0][shape])
         off = np.linalg.norm(rounded[1][shape] - exact[1][shape])
         assert 1e-5 < off / np.linalg.norm(exact[1][shape]) < 2**-7
-    close = partial(np.testing.assert_allclose, rtol=2**-7)  # a rounding is of 2^-9 of an entry
-    jax.tree.map(close, state.error, exact_state.error)
-    jax.tree.map(np.testing.assert_array_equal, state.rank, exact_state.rank)
+    # A rounding is of 2^-9 of an entry.
+    chex.assert_trees_all_close(state.error, exact_state.error, rtol=2**-7, atol=0)
+    chex.assert_trees_all_equal(state.rank, exact_state.rank)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +91,7 @@ def test_averages_made_twice_are_those_made_once(name, bits, in_phases, monkeypa
         monkeypatch.setattr(platform, "GPU", record)
         in_phases("gpu")
         runs.append(run(make(), grads)[0])
-    for one, other in zip(*runs, strict=True):
-        for leaf in shapes:
-            difference = np.linalg.norm(one[leaf] - other[leaf])
-            assert difference <= 0.03 * np.linalg.norm(other[leaf]), leaf
+    assert_near(*runs, 0.03)
 
 
 # The clip on GPUs, and one that is traced: in `test_reference` and under `inject_hyperparams`.
@@ -115,10 +109,9 @@ def test_the_clip_within_the_step_is_that_of_the_transformation(kind, in_phases)
         min_dim_size_to_factor=1,
     )  # fmt: skip
     actual, _ = run(whole, grads)
-    for one, other in zip(actual, expected, strict=True):
-        for name in SHAPES:
-            assert np.sqrt(np.mean(np.square(other[name]))) < 0.301  # it clips
-            np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-6)
+    for update in jax.tree.leaves(expected):
+        assert np.sqrt(np.mean(np.square(update))) < 0.301  # it clips
 
 
 def test_batches_of_optimizers_take_their_own_steps(in_phases):
@@ -132,9 +125,8 @@ def test_batches_of_optimizers_take_their_own_steps(in_phases):
     for batch in batches:
         updates, state = update(batch, state)
     for i, grads in enumerate(members):
-        expected, _ = run(tx, grads)
-        for name in SHAPES:
-            np.testing.assert_allclose(updates[name][i], expected[-1][name], rtol=1e-3, atol=1e-4)
+        one = jax.tree.map(lambda x, i=i: x[i], updates)
+        chex.assert_trees_all_close(one, run(tx, grads)[0][-1], rtol=1e-3, atol=1e-4)
 
 
 def test_stacks_in_slices_are_the_same(monkeypatch):
@@ -144,7 +136,7 @@ def test_stacks_in_slices_are_the_same(monkeypatch):
     few = dataclasses.replace(platform.CPU, largest_slice=2 * 24 * 40)
     monkeypatch.setattr(platform, "CPU", few)
     actual, _ = run(make(), grads)
-    np.testing.assert_allclose(actual[-1]["stack"], expected[-1]["stack"], rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(actual[-1], expected[-1], rtol=1e-4, atol=1e-6)
 
 
 def lowered(kind, leaves=2, **settings):

@@ -1,5 +1,8 @@
 """What holds for every shape, setting and gradient: drawn by hypothesis, the same in every run."""
 
+import functools
+import math
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -21,7 +24,18 @@ SETTINGS = [
     dict(eps_root=1e-12, bias_correction=True),
     dict(rotate=False, oversampling=1),
 ]
-KINDS = ["dense", "sparse", "one entry", "constant", "repeated", "rank one", "zero"]
+# Gradients whose entries are of about one.
+KINDS = {
+    "dense": lambda rng, shape: rng.normal(size=shape),
+    "sparse": lambda rng, shape: rng.normal(size=shape) * (rng.random(shape) < 0.1),
+    "one entry": lambda rng, shape: rng.permutation(np.eye(1, math.prod(shape))[0]).reshape(shape),
+    "constant": lambda rng, shape: np.ones(shape),
+    "repeated": lambda rng, shape: np.random.default_rng(0).normal(size=shape),
+    "rank one": lambda rng, shape: functools.reduce(
+        np.multiply.outer, [rng.normal(size=n) for n in shape]
+    ),
+    "zero": lambda rng, shape: np.zeros(shape),
+}
 
 
 @st.composite
@@ -31,30 +45,11 @@ def runs(draw):
     longest = {1: 40, 2: 40, 3: 12, 4: 6}[axes]
     shape = tuple(draw(st.integers(1, longest)) for _ in range(axes))
     rng = np.random.default_rng(draw(st.integers(0, 2**16)))
-    first = rng.normal(size=shape)
     grads = []
-    for kind in draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4)):
+    for kind in draw(st.lists(st.sampled_from(list(KINDS)), min_size=1, max_size=4)):
         scale = 10.0 ** draw(st.integers(-30, 30))
-        grads.append((scale * gradient(kind, shape, rng, first)).astype(np.float32))
+        grads.append((scale * KINDS[kind](rng, shape)).astype(np.float32))
     return draw(st.sampled_from(SETTINGS)), grads
-
-
-def gradient(kind, shape, rng, first):
-    """Entries of about one."""
-    if kind == "sparse":
-        return rng.normal(size=shape) * (rng.random(shape) < 0.1)
-    if kind == "one entry":
-        grad = np.zeros(shape)
-        grad[tuple(rng.integers(0, size) for size in shape)] = 1
-        return grad
-    if kind == "rank one":
-        sides = (
-            rng.normal(size=(1,) * i + (n,) + (1,) * (len(shape) - i - 1))
-            for i, n in enumerate(shape)
-        )
-        return np.asarray(np.prod(np.broadcast_arrays(*sides), axis=0))
-    named = {"constant": np.ones(shape), "repeated": first, "zero": np.zeros(shape)}
-    return named.get(kind, rng.normal(size=shape))
 
 
 def matrices(array, shape):
@@ -65,11 +60,15 @@ def matrices(array, shape):
     return found if found.shape[-2] <= found.shape[-1] else np.swapaxes(found, -1, -2)
 
 
+def product(state):
+    q, u = (np.asarray(factor, np.float64) for factor in (state.q, state.u))
+    return q @ np.swapaxes(u, -1, -2)
+
+
 def check_step(settings, grad, largest, updates, last, state):
     shape = grad.shape
     assert np.all(np.isfinite(updates))
-    types = [(x.shape, x.dtype) for x in jax.tree.leaves(last)]
-    assert types == [(x.shape, x.dtype) for x in jax.tree.leaves(state)]
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, last)
     is_factored = bool(state.rank)
     is_moment = settings.get("approximate") == "moment"
     if (is_moment or not is_factored) and largest > 1e18:
@@ -79,55 +78,36 @@ def check_step(settings, grad, largest, updates, last, state):
     if not is_factored:
         return
     g = np.abs(matrices(grad, shape))
-    old, new = (
-        np.maximum(
-            np.asarray(s.q, np.float64) @ np.swapaxes(np.asarray(s.u, np.float64), -1, -2),
-            0 if s is last else -np.inf,
-        )
-        for s in (last, state)
-    )
+    old, new = np.maximum(product(last), 0), product(state)
     target = 0.999 * old + 0.001 * g**2 if is_moment else np.sqrt(0.999 * old**2 + 0.001 * g**2)
     norm = np.linalg.norm(target, axis=(-2, -1))
-    left = np.linalg.norm(target - new, axis=(-2, -1))
-    true = left / np.where(norm == 0, 1, norm)
+    true = np.linalg.norm(target - new, axis=(-2, -1)) / np.where(norm == 0, 1, norm)
     # Products of numbers below that vanish.
-    counts = norm > 1e-26
-    difference = np.abs(np.asarray(state.error[0], float) - true)[counts]
+    difference = np.abs(np.asarray(state.error[0], float) - true)[norm > 1e-26]
     assert np.all(difference <= 0.01), (settings, shape, true, state.error[0])
     assert np.all(np.asarray(state.rank[0]) >= 1)
 
 
-def check(run):
-    settings, grads = run
-    tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
-    state, update = tx.init(grads[0]), jax.jit(tx.update)
-    largest = 0
-    for grad in grads:
-        updates, new = update(grad, state)
-        largest = max(largest, np.max(np.abs(grad)))
-        check_step(settings, grad, largest, np.asarray(updates, np.float64), state, new)
-        state = new
-
-
-def examples(count):
-    return hypothesis.settings(
+@pytest.mark.parametrize("examples", [10, pytest.param(200, marks=pytest.mark.slow)])
+def test_steps(examples, way):
+    @hypothesis.settings(
         derandomize=True,
         deadline=None,
-        max_examples=count,
+        max_examples=examples,
         suppress_health_check=list(hypothesis.HealthCheck),
         database=None,
         phases=[hypothesis.Phase.generate],  # to shrink an example takes minutes
     )
+    @hypothesis.given(runs())
+    def check(run):
+        settings, grads = run
+        tx = adapprox_jax.scale_by_adapprox(min_dim_size_to_factor=1, **settings)
+        state, update = tx.init(grads[0]), jax.jit(tx.update)
+        largest = 0
+        for grad in grads:
+            updates, new = update(grad, state)
+            largest = max(largest, np.max(np.abs(grad)))
+            check_step(settings, grad, largest, np.asarray(updates, np.float64), state, new)
+            state = new
 
-
-@examples(10)
-@hypothesis.given(runs())
-def test_steps(way, run):
-    check(run)
-
-
-@pytest.mark.slow
-@examples(200)
-@hypothesis.given(runs())
-def test_many_steps(way, run):
-    check(run)
+    check()

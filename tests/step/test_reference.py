@@ -151,6 +151,7 @@ def compare(
         difference = np.linalg.norm(-actual.astype(np.float64) - expected)
         assert difference <= tolerance * np.linalg.norm(expected), f"step {t}"
         assert int(state[0].rank[0]) == expected_state.k, f"step {t}"
+        assert not np.any(state[0].q[:, expected_state.k :]), f"step {t}"
         if (t - 1) % s.interval == 0:
             np.testing.assert_allclose(state[0].error[0], expected_state.xi, rtol=1e-2, atol=1e-6)
         for xi in expected_state.tried:  # else rounding could decide the rank
