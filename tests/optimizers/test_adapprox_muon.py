@@ -235,7 +235,7 @@ def test_few_bits_follow_the_average_in_full():
     shapes = {"w": (64, 96)}
     grads = gradients(30, shapes)
     exact = run(adapprox_jax.adapprox_muon(1.0, weight_decay=0.0), grads)[0][-1]["w"]
-    for bits, least in ((8, 0.99), (4, 0.7)):
+    for bits, least in ((8, 0.9995), (4, 0.987)):  # rounded by chance 4 bits give 0.981
         tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0.0, mu_dtype=f"int{bits}")
         coded = run(tx, grads)[0][-1]["w"]
         cosine = np.sum(exact * coded) / np.linalg.norm(exact) / np.linalg.norm(coded)
