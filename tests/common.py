@@ -35,6 +35,12 @@ def assert_near(actual, expected, most):
     jax.tree.map_with_path(check, actual, expected)
 
 
+def normal(shapes, seed=0):
+    """Arrays of normal numbers in float32, by name."""
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
 def mesh_of(sizes, names, kind=AxisType.Auto):
     """A mesh of the first devices, where there are enough."""
     count = math.prod(sizes)
@@ -53,11 +59,11 @@ def put(mesh, specs, tree):
     return {name: jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in tree.items()}
 
 
-def abstract(mesh, shapes, specs):
-    """The shapes of a dictionary on a mesh, in float32."""
+def abstract(mesh, leaves):
+    """Leaves of shapes and specs on a mesh, in float32."""
     return {
-        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[name]))
-        for name, shape in shapes.items()
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
+        for name, (shape, spec) in leaves.items()
     }
 
 

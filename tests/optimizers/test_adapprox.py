@@ -12,21 +12,11 @@ import pytest
 
 import adapprox_jax
 from tests.common import trained
+from tests.step.test_phases import gradients
 
-PARAMS = {"kernel": np.ones((24, 40), np.float32), "bias": np.ones(40, np.float32)}
+SHAPES = {"kernel": (24, 40), "bias": (40,)}
+PARAMS = {name: np.ones(shape, np.float32) for name, shape in SHAPES.items()}
 FACTORED = dict(min_dim_size_to_factor=1, initial_rank=1, max_rank=6, error_threshold=0.1)
-
-
-def gradients(steps, seed=0):
-    rng = np.random.default_rng(seed)
-    sizes = np.exp(rng.normal(size=(24, 1)) + rng.normal(size=(1, 40)))
-    return [
-        {
-            "kernel": jnp.asarray(rng.normal(size=(24, 40)) * sizes),
-            "bias": jnp.asarray(rng.normal(size=40)),
-        }
-        for _ in range(steps)
-    ]
 
 
 def test_positions_and_defaults_are_those_of_adamw():
@@ -50,7 +40,7 @@ def test_defaults_are_those_of_the_parts():
 def test_stands_where_adamw_stood():
     """On leaves that stay dense, with Adam's correction and no clip, it is Adam with the average
     taken after the division; with b1 = 0 the two are the same."""
-    grads = gradients(10)
+    grads = gradients(10, SHAPES)
     ours = adapprox_jax.adapprox(
         1e-2, b1=0.0, weight_decay=0.1, clipping_threshold=None, bias_correction=True
     )
@@ -61,75 +51,50 @@ def test_stands_where_adamw_stood():
 
 @pytest.mark.parametrize("settings", [FACTORED, adapprox_jax.PAPER], ids=["factored", "paper"])
 def test_one_compilation_serves_a_run_in_which_ranks_change(settings):
-    settings = {**settings, "error_threshold": 0.4}
+    settings = {**settings, "error_threshold": 0.1}
     tx = adapprox_jax.adapprox(optax.linear_schedule(1e-2, 1e-3, 30), **settings)
     chex.clear_trace_counter()
     update = jax.jit(chex.assert_max_traces(tx.update, 1))
     state, ranks = tx.init(PARAMS), set()
-    for grad in gradients(31):
+    for grad in [PARAMS] * 11 + gradients(10, SHAPES):  # of rank 1, and then of more
         _, state = update(grad, state, PARAMS)
         ranks.add(int(state[0].rank[0]))
     assert len(ranks) > 1
 
 
 @pytest.mark.all_platforms
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+@pytest.mark.parametrize(
+    ("platform", "columns"), [("cpu", 128), ("cuda", 128), ("tpu", 128), ("tpu", 120)]
+)
 @pytest.mark.parametrize("orthogonalization", ["qr", "cholesky"])
-def test_lowers_for(platform, orthogonalization):
+def test_lowers_for(platform, columns, orthogonalization):
+    """On TPUs products are laid out by rows where these fill the lanes."""
     tx = adapprox_jax.adapprox(1e-2, orthogonalization=orthogonalization, **FACTORED)
-    params = {**PARAMS, "of whole lanes": jnp.ones((24, 128))}
-    state = jax.eval_shape(tx.init, params)
-    # On TPUs products are laid out by rows where these fill the lanes. JAX does not promise that
-    # this stays as it is.
+    params = {**PARAMS, "other": jnp.ones((24, columns))}
+    # JAX does not promise that this stays as it is.
     layouts = jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")
-    checks = [layouts] if platform == "tpu" else []
-    export = jax.export.export(jax.jit(tx.update), platforms=[platform], disabled_checks=checks)
-    exported = export(params, state, params)
-    assert exported.platforms == (platform,)
-    found = exported.mlir_module().count("call @LayoutConstraint")
-    assert bool(found) == (platform == "tpu")
-    if platform == "tpu":
-        others = jax.export.export(jax.jit(tx.update), platforms=[platform])
-        assert "@LayoutConstraint" not in others(PARAMS, tx.init(PARAMS), PARAMS).mlir_module()
+    export = jax.export.export(jax.jit(tx.update), platforms=[platform], disabled_checks=[layouts])
+    text = export(params, jax.eval_shape(tx.init, params), params).mlir_module()
+    assert ("call @LayoutConstraint" in text) == (platform == "tpu" and columns == 128)
 
 
 def test_the_state_may_be_donated_and_made_again():
     tx = adapprox_jax.adapprox(1e-2, key=jax.random.PRNGKey(0), **FACTORED)
     update = jax.jit(tx.update, donate_argnums=1)
     for _ in range(2):
-        _, state = update(gradients(1)[0], tx.init(PARAMS), PARAMS)
-        update(gradients(1)[0], state, PARAMS)
-
-
-def test_mu_dtype():
-    tx = adapprox_jax.adapprox(1e-2, mu_dtype=jnp.bfloat16, **FACTORED)
-    _, state = jax.eval_shape(tx.update, gradients(1)[0], tx.init(PARAMS), PARAMS)
-    assert optax.tree.get(state, "mu")["kernel"].dtype == jnp.bfloat16
-
-
-def test_weight_decay_is_decoupled_and_masked():
-    grads = jax.tree.map(jnp.zeros_like, PARAMS)
-    tx = adapprox_jax.adapprox(0.5, weight_decay=0.1, mask={"kernel": True, "bias": False})
-    updates, _ = jax.jit(tx.update)(grads, tx.init(PARAMS), PARAMS)
-    np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
-    assert not np.any(updates["bias"])
+        _, state = update(PARAMS, tx.init(PARAMS), PARAMS)
+        update(PARAMS, state, PARAMS)
 
 
 def test_keys_as_seeds_raw_and_typed_keys():
-    grads = gradients(3)
-    keys = (3, jax.random.key(3), jax.random.PRNGKey(3))
-    *same, other = (
-        trained(adapprox_jax.adapprox(1e-2, warm_start=False, key=key, **FACTORED), PARAMS, grads)[
-            0
-        ]
-        for key in (*keys, 4)
-    )
+    def parameters(key):
+        tx = adapprox_jax.adapprox(1e-2, warm_start=False, key=key, **FACTORED)
+        return trained(tx, PARAMS, gradients(3, SHAPES))[0]
+
+    *same, other = map(parameters, (3, jax.random.key(3), jax.random.PRNGKey(3), 4))
     chex.assert_trees_all_equal(*same)
     assert np.any(other["kernel"] != same[0]["kernel"])
 
 
-def test_small_matrices_stay_dense_by_default_and_wide_buffers_are_cut():
-    by_default = adapprox_jax.scale_by_adapprox().init(PARAMS)
-    assert by_default.nu["kernel"].shape == (24, 40)
-    wide = adapprox_jax.scale_by_adapprox(max_rank=20, min_dim_size_to_factor=1).init(PARAMS)
-    assert wide.q["kernel"].shape == (24, 14)  # 15 columns of 24 + 40 are 960, as 24 x 40 are
+def test_small_matrices_stay_dense_by_default():
+    assert adapprox_jax.scale_by_adapprox().init(PARAMS).nu["kernel"].shape == (24, 40)

@@ -21,19 +21,16 @@ from tests.step.test_phases import branches, gradients
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "stack": (3, 24, 40), "bias": (40,)}
 
 
-def at_once(entries):
-    """A CPU that works on so many entries of directions at once."""
-    return dataclasses.replace(platform.CPU, directions_at_once=entries)
-
-
 # ----------------------------------------------------------------------------- orthogonalization
 
 
 @pytest.mark.parametrize("scale", [1e-25, 1.0, 1e25])
-def test_singular_values_end_near_one_at_any_scale(scale):
+def test_singular_values_end_near_one_at_any_scale_and_zeros_stay(scale):
     matrices = np.random.default_rng(0).normal(size=(3, 16, 40)).astype(np.float32) * scale
-    values = np.linalg.svd(newton_schulz(jnp.asarray(matrices)), compute_uv=False)
+    *directions, of_zeros = newton_schulz(jnp.asarray(matrices).at[2].set(0))
+    values = np.linalg.svd(directions, compute_uv=False)
     assert np.all((values > 0.6) & (values < 1.3))
+    np.testing.assert_array_equal(of_zeros, 0)
 
 
 @pytest.mark.parametrize("unroll", [False, True])
@@ -61,14 +58,6 @@ def test_an_average_in_float32_takes_in_small_updates_in_float16():
     np.testing.assert_allclose(state.mu, 0.001 * small.astype(jnp.float32), rtol=1e-4)
 
 
-def test_a_zero_matrix_stays_zero_beside_others():
-    matrices = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
-    matrices[1] = 0
-    result = newton_schulz(jnp.asarray(matrices))
-    assert np.any(result[0])
-    np.testing.assert_array_equal(result[1], 0)
-
-
 def test_little_is_lost_in_bfloat16():
     """With a X added to the product, and rounded once more, it was 0.06."""
     matrices = jnp.asarray(np.random.default_rng(0).normal(size=(2, 64, 160)), jnp.float32)
@@ -77,35 +66,24 @@ def test_little_is_lost_in_bfloat16():
     assert np.linalg.norm(rounded - exact) < 0.04 * np.linalg.norm(exact)
 
 
-def test_rounds_are_as_many_as_asked_for():
-    (grads,) = gradients(1, {"wide": SHAPES["wide"]})
-    tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0, second_moment=False, newton_schulz_steps=1)
-    expected, _ = adapprox_jax.orthogonalize(1).update(grads, optax.EmptyState())
-    actual, _ = tx.update(grads, tx.init(grads), grads)
-    size = np.linalg.norm(expected["wide"]) / np.linalg.norm(actual["wide"])
-    np.testing.assert_allclose(-size * actual["wide"], expected["wide"], rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.all_platforms
 def test_matrices_of_one_shape_are_worked_on_in_bounded_batches(monkeypatch):
     """Of a long stack in a loop, which is compiled once."""
     tx = adapprox_jax.orthogonalize()
     (grads,) = gradients(1, {"stack": (83, 24, 40), "one": (24, 40), "short": (3, 40, 24)})
     expected, _ = tx.update(grads, tx.init(grads))
-    monkeypatch.setattr(platform, "CPU", at_once(4 * 24 * 40))
+    of_four = dataclasses.replace(platform.CPU, directions_at_once=4 * 24 * 40)
+    monkeypatch.setattr(platform, "CPU", of_four)
     actual, _ = jax.jit(tx.update)(grads, tx.init(grads))
     for name in grads:
         np.testing.assert_allclose(actual[name], expected[name], rtol=1e-4, atol=1e-5)
-
-    def iterations():
-        traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
-        return str(traced).count("optimization_barrier")
 
     stacks = [np.ones((size, 24, 40), np.float32) for size in (1, 1, 3, 1, 1, 1)]
     assert _batches(stacks, [[i] for i in range(6)], 2) == [[0, 1], [2], [3, 4], [5]]
     # On CPUs of the stack in a loop, of its rest and of two others; on GPUs and TPUs of two shapes,
     # of which one waits.
-    assert iterations() == 4 + 3 + 3
+    traced = jax.make_jaxpr(lambda grads: tx.update(grads, tx.init(grads)))(grads)
+    assert str(traced).count("optimization_barrier") == 4 + 3 + 3
 
 
 def test_means_of_neurons_are_of_their_own_leaves():
@@ -118,33 +96,25 @@ def test_means_of_neurons_are_of_their_own_leaves():
         rows.update(params, columns.init(params))
 
 
-def test_a_leaf_without_matrices_is_refused_by_name():
-    tx = adapprox_jax.orthogonalize()
-    with pytest.raises(ValueError, match=r"bias.*got shape \(40,\); allowed: leaves with rows"):
-        tx.update({"bias": jnp.ones(40)}, tx.init({"bias": jnp.ones(40)}))
-
-
 # ----------------------------------------------------------------------------------- references
-
-
-def muon_numbers(params):
-    numbers = {
-        2: optax.contrib.MuonDimensionNumbers(0, 1),
-        3: optax.contrib.MuonDimensionNumbers(1, 2),
-    }
-    return jax.tree.map(lambda x: numbers.get(x.ndim), params)
 
 
 def test_without_second_moment_it_is_muon():
     grads = gradients(50, SHAPES)
+    numbers = dict.fromkeys(SHAPES, optax.contrib.MuonDimensionNumbers(-2, -1)) | {"bias": None}
     muon = optax.contrib.muon(
-        1e-2, consistent_rms=0.2, weight_decay=0.1, muon_weight_dimension_numbers=muon_numbers
+        1e-2,
+        ns_steps=4,
+        consistent_rms=0.2,
+        weight_decay=0.1,
+        muon_weight_dimension_numbers=numbers,
     )
     ours = adapprox_jax.adapprox_muon(
         1e-2,
         b1=0.95,
         weight_decay=0.1,
         second_moment=False,
+        newton_schulz_steps=4,
         orthogonalized=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
     )
     expected, _ = run(muon, grads)
@@ -202,39 +172,25 @@ def test_the_library_follows_the_reference(s, keywords, tall):
 
 
 @pytest.mark.parametrize(
-    ("rate", "mu_dtype", "b1"),
+    ("rates", "mu_dtype", "decays"),
     [
-        (1e-3, None, 0.95),
-        (6e-3, jnp.int8, 0.925),
-        (6e-3, jnp.int4, 0.9),
-        (1.2e-2, "int4", 0.85),
-        (-1.0, None, 0.8),
+        # Its first step is 0, where the functions of settings count from 1.
+        ([1e-3, 6e-3, 1.2e-2, 3e-3], None, [0.95, 0.925, 0.85, 0.95]),
+        ([6e-3, 1e-3], jnp.int8, [0.925, 0.95]),
+        ([6e-3, 1.2e-2], "int4", [0.9, 0.85]),
+        (-1.0, jnp.int4, [0.8, 0.8]),
     ],
 )
-def test_the_memory_is_longer_where_steps_are_smaller(rate, mu_dtype, b1):
-    grads = gradients(5, {"kernel": (64, 96)})
-    settings = dict(mu_dtype=mu_dtype, orthogonalized={"kernel": True}, weight_decay=0.0)
-    by_rate = run(adapprox_jax.adapprox_muon(rate, **settings), grads)[0]
-    given = run(adapprox_jax.adapprox_muon(rate, b1=b1, **settings), grads)[0]
-    for one, other in zip(by_rate, given, strict=True):
-        # A rounding of b1 may turn the rounding of a code.
-        error = np.linalg.norm(one["kernel"] - other["kernel"])
-        assert error <= (0.02 if mu_dtype else 1e-4) * np.linalg.norm(other["kernel"])
-
-
-def test_the_memory_follows_a_schedule_of_the_rate():
-    """Whose first step is 0, where the functions of settings count from 1."""
-    rates = [6e-3, 1.2e-2, 1e-3, 3e-3]
-    schedule = lambda step: jnp.asarray(rates)[step]  # noqa: E731
-    grads = gradients(4, {"kernel": (64, 96)})
-    tx = adapprox_jax.adapprox_muon(schedule, orthogonalized={"kernel": True})
-    _, state = run(tx, grads)
-    kept = state[0].inner_states["orthogonalized"].inner_state[0]
-    mu = np.zeros((64, 96))
-    for grad, rate in zip(grads, rates, strict=True):
-        b1 = np.clip(1 - rate / 0.08, 0.8, 0.95)
-        mu = b1 * mu + (1 - b1) * grad["kernel"]
-    np.testing.assert_allclose(kept.mu["kernel"], mu, rtol=1e-4, atol=1e-6)
+def test_the_memory_is_longer_where_steps_are_smaller(rates, mu_dtype, decays):
+    """Of a rate, or of a schedule of it. The state has the product of all decays so far."""
+    rate = (lambda step: jnp.asarray(rates)[step]) if isinstance(rates, list) else rates
+    grads = {"kernel": jnp.ones((8, 16))}
+    tx = adapprox_jax.adapprox_muon(rate, mu_dtype=mu_dtype, orthogonalized={"kernel": True})
+    state = tx.init(grads)
+    for so_far in np.cumprod(decays):
+        _, state = tx.update(grads, state, grads)
+        kept = state[0].inner_states["orthogonalized"].inner_state[0]
+        np.testing.assert_allclose(kept.left, so_far, rtol=1e-6)
 
 
 def test_neurons_are_the_columns_or_what_is_named_so():
@@ -279,7 +235,7 @@ def test_few_bits_follow_the_average_in_full():
     shapes = {"w": (64, 96)}
     grads = gradients(30, shapes)
     exact = run(adapprox_jax.adapprox_muon(1.0, weight_decay=0.0), grads)[0][-1]["w"]
-    for bits, least in ((8, 0.99), (4, 0.7)):
+    for bits, least in ((8, 0.9995), (4, 0.987)):  # rounded by chance 4 bits give 0.981
         tx = adapprox_jax.adapprox_muon(1.0, weight_decay=0.0, mu_dtype=f"int{bits}")
         coded = run(tx, grads)[0][-1]["w"]
         cosine = np.sum(exact * coded) / np.linalg.norm(exact) / np.linalg.norm(coded)
@@ -309,61 +265,19 @@ def test_a_selection_is_a_tree_or_a_function():
         }
 
 
-@pytest.mark.parametrize(
-    ("chosen", "message"),
-    [
-        ({"b": True}, r"orthogonalized is \{'b': True\}; allowed: None, a tree of booleans"),
-        ({"a": 1, "d": False}, r"orthogonalized has 1 at \['a'\]; allowed"),
-        (True, r"orthogonalized names \['d'\] of shape \(8,\); allowed: leaves with rows"),
-    ],
-)
-def test_a_selection_that_does_not_fit_is_refused(chosen, message):
-    params = {"a": jnp.zeros((8, 8)), "d": jnp.zeros(8)}
-    with pytest.raises(ValueError, match=message):
-        adapprox_jax.adapprox_muon(1e-3, orthogonalized=chosen).init(params)
-
-
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [
-        ("b1", 1.0),
-        ("adapprox_b1", 1.5),
-        ("b2", adapprox_jax.increasing_decay()),
-        ("nesterov", "no"),
-        ("newton_schulz_steps", 0),
-        ("second_moment", 8),
-        ("adapprox_learning_rate_scale", 0.0),
-    ],
-)
-def test_bad_arguments_are_named(argument, value):
-    with pytest.raises(ValueError, match=argument):
-        adapprox_jax.adapprox_muon(1e-3, **{argument: value})
-
-
 # ---------------------------------------------------------------------------------- the others
 
 
-def test_the_state_is_read_resized_and_counted():
+def test_factors_are_reported_and_resized():
     params = {"wte": jnp.zeros((512, 64)), "w": jnp.zeros((64, 128)), "bias": jnp.zeros(64)}
     by_neurons = adapprox_jax.adapprox_muon(1e-3, max_rank=4).init(params)
     assert set(adapprox_jax.rank_report(by_neurons, params)) == {"['wte']"}
     tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4", second_moment=True, max_rank=4)
-    state = tx.init(params)
-    report = adapprox_jax.rank_report(state, params)
-    assert {path: info.rank for path, info in report.items()} == {"['wte']": 4, "['w']": 4}
-    wider = adapprox_jax.resize(state, 8)
+    wider = adapprox_jax.resize(tx.init(params), 8)
     report = adapprox_jax.rank_report(wider, params)
-    assert {info.capacity for info in report.values()} == {8}
-    grads = jax.tree.map(jnp.ones_like, params)
-    updates, _ = jax.jit(tx.update)(grads, wider, params)
-    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(updates))
-    shapes = {"wte": (50304, 768), "h": (12, 768, 3072), "o": (12, 3072, 768), "a": (12, 768, 3072)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    count = sum(np.prod(shape) for shape in shapes.values())
-    tx = adapprox_jax.adapprox_muon(1e-3, mu_dtype="int4")
-    assert adapprox_jax.state_nbytes(tx, params) < 0.59 * count
-    without = adapprox_jax.adapprox_muon(1e-3, b1=0.0, adapprox_b1=0.0)
-    assert adapprox_jax.state_nbytes(without, params) < 0.025 * count  # README: 0.02
+    assert {path: info.capacity for path, info in report.items()} == {"['wte']": 8, "['w']": 8}
+    _, after = jax.eval_shape(tx.update, params, wider, params)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, wider)
 
 
 def test_leaves_without_entries_pass():
@@ -371,27 +285,6 @@ def test_leaves_without_entries_pass():
     tx = adapprox_jax.orthogonalize()
     updates, _ = tx.update(params, tx.init(params))
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
-
-
-@pytest.mark.parametrize("second_moment", ["neurons", True])
-def test_boxes_and_injected_hyperparameters(second_moment):
-    nn = pytest.importorskip("flax.linen")
-    boxed = {
-        "w": nn.Partitioned(jnp.ones((64, 96)), ("in", "out")),
-        "bias": nn.Partitioned(jnp.ones(64), ("out",)),
-    }
-    plain = jax.tree.map(lambda x: x.value, boxed, is_leaf=lambda x: isinstance(x, nn.Partitioned))
-    build = optax.inject_hyperparams(
-        adapprox_jax.adapprox_muon, static_args=adapprox_jax.MUON_STATIC_ARGS
-    )
-    results = []
-    for params in (boxed, plain):
-        tx = build(learning_rate=1e-2, b2=0.9, second_moment=second_moment)
-        updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
-        results.append(jax.tree.leaves(updates))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-    assert float(np.sqrt(np.mean(np.square(results[0][1])))) == pytest.approx(0.002, rel=1e-3)
 
 
 @pytest.mark.all_platforms
@@ -410,7 +303,6 @@ def test_the_program_for_accelerators_has_no_branch_and_works_in_bfloat16(second
 
 def test_matrices_of_different_shapes_wait_for_each_other():
     """Of eight little more is in memory at once than of one."""
-
     tx = adapprox_jax.orthogonalize()
     one, eight = (
         temporaries(

@@ -1,6 +1,7 @@
 """Arguments out of range give one line: what was given, what is allowed, and where."""
 
 import dataclasses
+import math
 import os
 import subprocess
 import sys
@@ -13,8 +14,19 @@ import optax
 import pytest
 
 import adapprox_jax
+from adapprox_jax.params.model_shapes import shapes_of
 
 PARAMS = {"w": jnp.ones((256, 512)), "b": jnp.ones(512)}
+
+
+@dataclasses.dataclass
+class Decaying:
+    """A schedule as a configuration has it. One with fields that may change has no hash."""
+
+    first: float
+
+    def __call__(self, step):
+        return self.first / (1 + step)
 
 
 def raises(call, *words, error=ValueError):
@@ -72,18 +84,6 @@ def test_an_argument_out_of_range_is_named(name, value):
     raises(lambda: adapprox_jax.adapprox(**arguments), name)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (dict(initial_rank=8, max_rank=4), "max_rank is 4; allowed"),
-        (dict(cosine_guidance=True, b1=0.0), "above 0 where cosine_guidance is on"),
-        (dict(mu_dtype="int3", b1=0.0), "mu_dtype is 'int3'"),
-    ],
-)
-def test_arguments_that_do_not_fit_each_other_are_named(arguments, words):
-    raises(lambda: adapprox_jax.adapprox(1e-3, **arguments), words)
-
-
 @pytest.mark.parametrize("numbers", [("a", 1), (0, 2.5), (0, 7), (0, 0), ((), ())])
 def test_dimension_numbers_that_name_no_axes_are_named(numbers):
     tx = adapprox_jax.adapprox(
@@ -93,29 +93,8 @@ def test_dimension_numbers_that_name_no_axes_are_named(numbers):
         tx.init(jnp.ones((256, 512)))
 
 
-@pytest.mark.parametrize(
-    ("function", "given"),
-    [(lambda t: jnp.ones(3), "float32[3]"), (lambda t: "x", "'x'"), (lambda t: None, "None")],
-)
-def test_a_function_that_gives_no_number_is_named(function, given):
-    for name in ("error_threshold", "b2", "learning_rate", "weight_decay"):
-        tx = adapprox_jax.adapprox(
-            **{"learning_rate": 1e-3, "initial_rank": 1, "b1": 0.0, name: function}
-        )
-        raises(lambda tx=tx: tx.update(PARAMS, tx.init(PARAMS), PARAMS), f"{name} gave {given}")
-
-
-def test_bias_correction_needs_a_number():
-    raises(
-        lambda: adapprox_jax.adapprox(1e-3, b2=lambda t: 0.9, bias_correction=True),
-        "bias_correction is True and b2 a function",
-    )
+def test_without_a_clip_a_decay_begins_at_zero_or_may_as_a_traced_one():
     adapprox_jax.adapprox(1e-3, b2=adapprox_jax.increasing_decay(), clipping_threshold=None)
-    for b2 in (0.999, lambda t: 0.9):
-        raises(
-            lambda b2=b2: adapprox_jax.adapprox(1e-3, b2=b2, clipping_threshold=None),
-            "clipping_threshold is None and bias_correction is False; allowed: a threshold or",
-        )
 
     @jax.jit
     def with_a_traced_decay(x):
@@ -138,63 +117,151 @@ def test_leaves_that_are_no_arrays_of_floats_are_named():
         raises(lambda leaf=leaf: tx.init({"w": leaf}), words, error=TypeError)
 
 
-A = jnp.ones((6, 4))
+A, CODED = jnp.ones((6, 4)), adapprox_jax.quantize(jnp.ones(40))
+TX, MUON = partial(adapprox_jax.adapprox, 1e-3), partial(adapprox_jax.adapprox_muon, 1e-3)
+STATE = TX().init(PARAMS)
+ADAM = optax.adam(1e-3)
+ADAM_STATE = ADAM.init(PARAMS)
+SRSI = partial(adapprox_jax.srsi, A, 2, 0)
+FROM_ADAM = partial(adapprox_jax.from_adam, TX())
+SEVERAL = optax.partition({"matrix": TX(), "rest": TX()}, {"w": "matrix", "b": "rest"})
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("call", "words"),
     [
-        (dict(matrix=A.astype(jnp.complex64)), "matrix is of type complex64"),
-        (dict(matrix=[[1.0, 2.0], [3.0, 4.0]]), "matrix is of type list"),
-        (dict(matrix=jnp.ones(4)), "shape (4,)"),
-        *((dict(rank=x), f"rank is {x}; allowed: an integer from 1 to 4") for x in (0, 2.5, 5)),
-        *((dict(key=x), "key is ") for x in ("key", jnp.ones(2))),
-        (dict(power_iterations=0), "power_iterations is 0"),
-        (dict(oversampling=-1), "oversampling is -1"),
-        (dict(orthogonalization="svd"), "orthogonalization is 'svd'"),
+        (lambda: TX(initial_rank=8, max_rank=4), "max_rank is 4; allowed"),
+        (lambda: TX(cosine_guidance=True, b1=0.0), "above 0 where cosine_guidance is on"),
+        (lambda: TX(mu_dtype="int3", b1=0.0), "mu_dtype is 'int3'"),
+        (lambda: TX(b2=lambda t: 0.9, bias_correction=True), "True and b2 a function; allowed"),
+        (lambda: TX(clipping_threshold=None), "None and bias_correction is False; allowed"),
+        (
+            lambda: TX(b2=lambda t: 0.9, clipping_threshold=None),
+            "clipping_threshold is None and bias_correction is False; allowed: a threshold or",
+        ),
+        (lambda: TX(rank_growth=Decaying(0.1)), "allowed: what can be hashed"),
+        (lambda: TX(key=jnp.zeros(3, jnp.uint32)), "allowed: an integer seed or a JAX"),
+        (lambda: MUON(b1=1.0), "b1 is 1.0"),
+        (lambda: MUON(adapprox_b1=1.5), "adapprox_b1 is 1.5"),
+        (lambda: MUON(b2=lambda t: 0.9), "b2 is a function and second_moment 'neurons'; allowed"),
+        (lambda: MUON(nesterov="no"), "nesterov is 'no'"),
+        (lambda: MUON(newton_schulz_steps=0), "newton_schulz_steps is 0"),
+        (lambda: MUON(second_moment=8), "second_moment is 8"),
+        (lambda: MUON(orthogonalized={"v": True}).init(PARAMS), "orthogonalized is {'v': True};"),
+        (lambda: MUON(orthogonalized=True).init(PARAMS), "orthogonalized names ['b'] of shape"),
+        (lambda: adapprox_jax.orthogonalize().update(PARAMS, None), "['b']: got shape (512,);"),
+        (lambda: MUON(adapprox_learning_rate_scale=0.0), "adapprox_learning_rate_scale is 0.0"),
+        (lambda: adapprox_jax.guided_ema(max_scale=0.9), "max_scale is 0.9; allowed: a number of"),
+        (
+            lambda: adapprox_jax.guided_ema(cosine_guidance=True, nesterov=True),
+            "cosine_guidance and nesterov are True; allowed: one of them",
+        ),
+        (lambda: adapprox_jax.clip_by_matrix_rms(None), "threshold is None; allowed: a number"),
+        *(
+            (lambda x=x: adapprox_jax.scale_by_neuron_moment(matrix_rms=x), f"matrix_rms is {x}")
+            for x in (0, -1.0, np.nan)
+        ),
+        (lambda: adapprox_jax.add_cautious_weight_decay(-1), "weight_decay is -1; allowed: a fin"),
+        (lambda: TX(weight_decay=lambda: 0.1), "at least 0, or a function from the step"),
+        (lambda: adapprox_jax.stochastic_rounding(optax.sgd(1.0), seed=-1), "seed is -1"),
+        # NumPy holds float64 to be equal to None.
+        *(
+            (lambda x=x: adapprox_jax.split_weights(optax.sgd(0.1), dtype=x), f"dtype is {name};")
+            for x, name in [
+                *((np.dtype("float64"), "float64"), (None, "None")),
+                *((jnp.float32, "float32"), ("bf16", "'bf16'")),
+            ]
+        ),
+        (lambda: adapprox_jax.muon_report(PARAMS, True, 5), "weight_dimension_numbers has 5;"),
+        # S-RSI and codes.
+        (lambda: adapprox_jax.srsi(A.astype(jnp.complex64), 2, 0), "matrix is of type complex64"),
+        (lambda: adapprox_jax.srsi([[1.0, 2.0], [3.0, 4.0]], 2, 0), "matrix is of type list"),
+        (lambda: adapprox_jax.srsi(jnp.ones(4), 2, 0), "shape (4,)"),
+        *(
+            (lambda x=x: adapprox_jax.srsi(A, x, 0), f"rank is {x}; allowed: an integer from 1 to")
+            for x in (0, 2.5, 5)
+        ),
+        *((lambda x=x: adapprox_jax.srsi(A, 2, x), "key is ") for x in ("key", jnp.ones(2))),
+        (lambda: SRSI(power_iterations=0), "power_iterations is 0"),
+        (lambda: SRSI(oversampling=-1), "oversampling is -1"),
+        (lambda: SRSI(orthogonalization="svd"), "orthogonalization is 'svd'"),
+        (lambda: adapprox_jax.quantize([1.0, 2.0]), "array has type list"),
+        (lambda: adapprox_jax.quantize(A.astype(jnp.complex64)), "array has type complex64"),
+        (lambda: adapprox_jax.quantize(jnp.ones(4), 8, jnp.ones(3)), "noise has shape (3,)"),
+        (lambda: adapprox_jax.quantize(jnp.ones(4), 8, 0.5), "noise has shape float"),
+        (lambda: adapprox_jax.quantize(jnp.ones(3), bits=6), "bits is 6; allowed: 8, 5, 4"),
+        (lambda: adapprox_jax.quantize(jnp.ones(())), "array.ndim is 0; allowed: at least 1"),
+        (lambda: adapprox_jax.dequantize(*CODED, 4), "shape is 4; allowed"),
+        (lambda: adapprox_jax.dequantize([1], [1.0], (1,)), "codes is a list; allowed"),
+        (lambda: adapprox_jax.dequantize(*CODED, (100,)), "int8 (40,), (2,); allowed for shape"),
+        (lambda: adapprox_jax.dequantize(*CODED[::-1], (40,)), "codes.dtype is dtype(bfloat16);"),
+        # Functions of the host.
+        (
+            lambda: jax.jit(lambda s: adapprox_jax.rank_report(s, PARAMS))(STATE),
+            "Call rank_report between two steps",
+        ),
+        (lambda: jax.jit(lambda s: adapprox_jax.resize(s, 4))(STATE), "Call resize between two"),
+        (
+            lambda: jax.jit(lambda s: adapprox_jax.grow(s, PARAMS, (8, 16)))(STATE),
+            "Call grow between two steps",
+        ),
+        (lambda: jax.jit(lambda s: FROM_ADAM(s, PARAMS))(ADAM_STATE), "Call from_adam between two"),
+        (lambda: adapprox_jax.rank_report(PARAMS, STATE), "rank_report(state, params)"),
+        (lambda: adapprox_jax.grow(STATE, PARAMS, 8), "sizes is 8; allowed: a sequence"),
+        (lambda: adapprox_jax.grow(STATE, PARAMS, (8,), error_threshold="a"), "error_threshold"),
+        (lambda: adapprox_jax.resize(STATE, 8, truncate="no"), "truncate is 'no'"),
+        (lambda: adapprox_jax.state_nbytes(PARAMS, optax.sgd(1.0)), "tx is a dict"),
+        (lambda: adapprox_jax.from_adam("a", None, PARAMS), "tx is a str"),
+        (lambda: adapprox_jax.from_adam(ADAM, ADAM_STATE, PARAMS), "tx keeps no state of Adapprox"),
+        (lambda: adapprox_jax.from_adam(SEVERAL, ADAM_STATE, PARAMS), "several second moments;"),
+        (lambda: FROM_ADAM(STATE, PARAMS), "adam_state holds 0 states of Adam; allowed"),
+        *(
+            (lambda x=x: FROM_ADAM(ADAM_STATE, PARAMS, **x), f"{next(iter(x))} ")
+            for x in [
+                *({"clipping_threshold": 0.0}, {"bias_correction": "no"}),
+                *({"weight_dimension_numbers": "a"}, {"b1": 1.0}, {"b2": jnp.array(2.0)}),
+                {"approximate": "r"},
+            ]
+        ),
     ],
 )
-def test_srsi_names_what_it_cannot_take(arguments, words):
-    raises(
-        lambda: adapprox_jax.srsi(**dict(matrix=A, rank=2, key=jax.random.key(0)) | arguments),
-        words,
-    )
+def test_what_cannot_be_is_named(call, words):
+    raises(call, words)
 
 
-def test_functions_of_the_host_say_so_under_jit():
-    tx = adapprox_jax.adapprox(1e-3)
-    state, adam = tx.init(PARAMS), optax.adam(1e-3).init(PARAMS)
-    for name, call, argument in [
-        ("rank_report", lambda s: adapprox_jax.rank_report(s, PARAMS), state),
-        ("resize", lambda s: adapprox_jax.resize(s, 4), state),
-        ("grow", lambda s: adapprox_jax.grow(s, PARAMS, (8, 16)), state),
-        ("from_adam", lambda s: adapprox_jax.from_adam(tx, s, PARAMS), adam),
-    ]:
-        raises(lambda call=call, s=argument: jax.jit(call)(s), f"Call {name} between two steps")
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"w": PARAMS["w"]}, r"\['b'\]: adam_state has no such leaf"),
+        ({**PARAMS, "b": jnp.ones(3)}, r"\['b'\]: .* in adam_state have shape \(3,\)"),
+    ],
+)
+def test_from_adam_names_leaves_that_do_not_fit(other, words):
+    with pytest.raises(ValueError, match=words):
+        FROM_ADAM(ADAM.init(other), PARAMS)
 
 
-def test_swapped_and_misshapen_arguments_of_the_host_functions_are_named():
-    tx = adapprox_jax.adapprox(1e-3)
-    state = tx.init(PARAMS)
-    raises(lambda: adapprox_jax.rank_report(PARAMS, state), "rank_report(state, params)")
-    raises(lambda: adapprox_jax.grow(state, PARAMS, 8), "sizes is 8", "a sequence")
-    raises(lambda: adapprox_jax.resize(state, 8, truncate="no"), "truncate is 'no'")
-
-
-def test_from_adam_speaks_of_what_it_was_given():
-    tx, adam = adapprox_jax.adapprox(1e-3), optax.adam(1e-3)
-    good = adam.init(PARAMS)
-    for keywords, name in [
-        ({"clipping_threshold": 0.0}, "clipping_threshold"),
-        ({"bias_correction": "no"}, "bias_correction"),
-        ({"weight_dimension_numbers": "a"}, "weight_dimension_numbers"),
-        ({"b2": jnp.array(2.0)}, "b2"),
-    ]:
-        raises(lambda kw=keywords: adapprox_jax.from_adam(tx, good, PARAMS, **kw), f"{name} ")
-    for other in ({"w": PARAMS["w"]}, {**PARAMS, "b": jnp.ones(3)}):
-        with pytest.raises(ValueError, match=r"\['b'\]: .*adam_state") as raised:
-            adapprox_jax.from_adam(tx, adam.init(other), PARAMS)
-        assert "gradient" not in str(raised.value)
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        *(
+            (name, value, f"gave {given}; allowed: one real number")
+            for name in ("error_threshold", "b2", "learning_rate", "weight_decay")
+            for value, given in ((jnp.ones(3), "float32[3]"), ("x", "'x'"), (None, "None"))
+        ),
+        *((name, x, f"is {x}; allowed") for name in ("b1", "b2") for x in (1.5, -0.1, np.nan)),
+        *(
+            (name, x, f"is {x}; allowed")
+            for name in ("error_threshold", "weight_decay")
+            for x in (-0.1, np.nan)
+        ),
+        ("learning_rate", np.nan, "is nan; allowed: a finite number at every step"),
+    ],
+)
+def test_functions_give_one_number_in_range_at_every_step(name, value, words):
+    tx = adapprox_jax.adapprox(**{"learning_rate": 1e-3, name: lambda step: value})
+    state = jax.eval_shape(tx.init, PARAMS)
+    raises(lambda: jax.eval_shape(tx.update, PARAMS, state, PARAMS), f"{name} {words}")
 
 
 def test_low_precision_and_array_scalars_are_numbers():
@@ -208,41 +275,24 @@ def test_without_an_average_no_bytes_are_kept_for_it_under_inject_hyperparams():
     plain = adapprox_jax.state_nbytes(adapprox_jax.adapprox(1e-3, b1=0.0), PARAMS)
     injected = adapprox_jax.state_nbytes(inject(1e-3, b1=0.0), PARAMS)
     assert injected <= plain + 64 < PARAMS["w"].nbytes / 10  # the hyperparameters
-    tx = inject(1e-3, b1=0.0)
-    updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
-    assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.all(jnp.isfinite(x))), updates))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "nbytes"),
-    [({}, 4.06), *(({"mu_dtype": f"int{n}"}, x) for n, x in ((8, 1.12), (5, 0.75), (4, 0.62)))],
+    ("name", "arguments", "nbytes"),
+    [
+        ("adapprox", {}, 4.06),
+        *(("adapprox", {"mu_dtype": f"int{n}"}, x) for n, x in ((8, 1.12), (5, 0.75), (4, 0.62))),
+        ("adapprox_muon", {"mu_dtype": "int4"}, 0.58),
+        ("adapprox_muon", {"b1": 0.0, "adapprox_b1": 0.0}, 0.02),
+    ],
 )
-def test_bytes_of_gpt2_117m(arguments, nbytes):
-    """What README says."""
-    hidden = {"qkv": (768, 2304), "out": (768, 768), "up": (768, 3072), "down": (3072, 768)}
-    biases = {"qkv_b": (2304,), "out_b": (768,), "up_b": (3072,), "down_b": (768,)}
-    norms = dict.fromkeys(("a", "b", "c", "d"), (768,))
-    layers = {f"{i}": {**hidden, **biases, **norms} for i in range(12)}
-    shapes = {"tokens": (50304, 768), "positions": (1024, 768), "layers": layers}
-    params = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-    count = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    total = adapprox_jax.state_nbytes(adapprox_jax.adapprox(1e-3, **arguments), params)
+def test_bytes_of_gpt2_117m(name, arguments, nbytes):
+    """What README says, but for layers that are stacked here."""
+    shapes = shapes_of("gpt2") | {"embedder/embedding": (50304, 768)}
+    params = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape in shapes.items()}
+    count = sum(map(math.prod, shapes.values()))
+    total = adapprox_jax.state_nbytes(getattr(adapprox_jax, name)(1e-3, **arguments), params)
     assert abs(total / count - nbytes) < 0.005
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [{"w": True, "b": np.bool_(False)}, True, lambda params: jax.tree.map(lambda _: True, params)],
-)
-def test_masks_of_booleans_pass(mask):
-    params = {"w": jnp.ones((8, 8)), "b": jnp.ones(8)}
-    for cautious in (False, True):
-        tx = adapprox_jax.adapprox(1e-3, mask=mask, cautious_weight_decay=cautious)
-        tx.update(params, tx.init(params), params)
 
 
 @pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
@@ -259,8 +309,9 @@ def test_a_decay_that_is_one_in_bfloat16_is_refused(make):
         with pytest.raises(ValueError, match=said):
             tx.init(params)
     wide = optax.inject_hyperparams(make, static_args=static, hyperparam_dtype=jnp.float32)(1e-3)
-    _, state = jax.jit(wide.update)(params, jax.jit(wide.init)(params), params)
+    state = wide.init(params)
     assert state.hyperparams["b2"] == jnp.float32(0.95 if muon else 0.999)
+    jax.eval_shape(wide.update, params, state, params)
 
 
 def test_an_average_whose_decay_is_one_in_bfloat16_is_refused():
@@ -275,20 +326,20 @@ def test_an_average_whose_decay_is_one_in_bfloat16_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("name", "value", "words"),
     [
-        (dict(learning_rate=lambda step: 1e-3), "learning_rate is a function of the step, and"),
-        (dict(weight_decay=lambda step: 0.1), "weight_decay is a function of the step, and"),
-        (dict(mask={"w": True}), "a mask is given, and the state was made without one"),
+        ("learning_rate", lambda step: 1e-3, "learning_rate is a function of the step, and"),
+        ("weight_decay", lambda step: 0.1, "weight_decay is a function of the step, and"),
+        ("mask", {"w": True}, "a mask is given, and the state was made without one"),
     ],
 )
-def test_a_state_without_a_count_or_a_mask_does_not_go_on_with_one(changes, words):
+def test_a_state_without_a_count_or_a_mask_does_not_go_on_with_one(name, value, words):
     params = {"w": jnp.ones((8, 8))}
-    make = partial(adapprox_jax.adapprox, 1e-3)
-    changed = adapprox_jax.adapprox(**{"learning_rate": 1e-3, **changes})
+    plain = adapprox_jax.adapprox(1e-3)
+    changed = adapprox_jax.adapprox(**{"learning_rate": 1e-3, name: value})
     with pytest.raises(ValueError, match=words):
-        changed.update(params, make().init(params), params)
-    make().update(params, changed.init(params), params)  # the other way round it does
+        changed.update(params, plain.init(params), params)
+    plain.update(params, changed.init(params), params)  # the other way round it does
 
 
 @pytest.mark.parametrize("typed", [False, True])
@@ -296,8 +347,6 @@ def test_random_keys_are_of_any_generator(typed):
     key = jax.random.key(0, impl="rbg")
     tx = adapprox_jax.scale_by_adapprox(key=key if typed else jax.random.key_data(key))
     assert tx.init({"w": jnp.ones(3)}).key.shape == (4,)  # numbers, where the default has two
-    with pytest.raises(ValueError, match=r"key is .*; allowed: an integer seed or a JAX"):
-        adapprox_jax.scale_by_adapprox(key=jnp.zeros(3, jnp.uint32))
 
 
 def test_an_import_leaves_jax_to_be_set_up():
@@ -324,42 +373,13 @@ def test_hyperparameters_of_a_wider_type_change_no_type():
         np.testing.assert_allclose(results[2], results[0], rtol=1e-5)
 
 
-def test_quantize_names_what_it_cannot_take():
-    for call, words in [
-        (lambda: adapprox_jax.quantize([1.0, 2.0]), "array has type list"),
-        (lambda: adapprox_jax.quantize(jnp.ones(4, jnp.complex64)), "array has type complex64"),
-        (lambda: adapprox_jax.quantize(jnp.ones(4), 8, jnp.ones(3)), "noise has shape (3,)"),
-        (lambda: adapprox_jax.quantize(jnp.ones(4), 8, 0.5), "noise has shape float"),
-        (
-            lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(4)), 4),
-            "shape is 4; allowed",
-        ),
-        (lambda: adapprox_jax.dequantize([1], [1.0], (1,)), "codes is a list; allowed"),
-        (lambda: adapprox_jax.quantize(jnp.ones(3), bits=6), "bits is 6; allowed: 8, 5, 4"),
-        (lambda: adapprox_jax.quantize(jnp.ones(())), "array.ndim is 0; allowed: at least 1"),
-        (
-            lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(40)), (100,)),
-            "are int8 (40,), (2,); allowed for shape (100,): ",
-        ),
-        (
-            lambda: adapprox_jax.dequantize(*adapprox_jax.quantize(jnp.ones(40))[::-1], (40,)),
-            "codes.dtype is dtype(bfloat16); allowed",
-        ),
-    ]:
-        raises(call, words)
+def test_codes_of_no_numbers_are_read():
     codes, scales = adapprox_jax.quantize(jnp.ones((0, 40)))
     assert adapprox_jax.dequantize(codes, scales, (0, 40)).shape == (0, 40)
 
 
-def test_host_functions_name_what_is_no_transformation_and_take_numpy_states():
-    raises(lambda: adapprox_jax.state_nbytes(PARAMS, optax.sgd(1.0)), "tx is a dict")
-    raises(lambda: adapprox_jax.from_adam("a", None, PARAMS), "tx is a str")
-    tx = adapprox_jax.adapprox(1e-3)
-    state = tx.init(PARAMS)
-    raises(lambda: adapprox_jax.resize(state, {"a": 2}), "max_rank has 'a'")
-    raises(
-        lambda: adapprox_jax.grow(state, PARAMS, (8, 16), error_threshold="a"), "error_threshold"
-    )
+def test_restored_states_of_numpy_are_resized():
+    state = adapprox_jax.adapprox(1e-3).init(PARAMS)
     restored = jax.tree.map(np.asarray, state)
     assert adapprox_jax.resize(restored, 4, truncate=True)[0].q["w"].shape == (256, 4)
 
@@ -402,39 +422,9 @@ def test_masks_that_do_not_fit_are_named(mask, words):
             adapprox_jax.adapprox(1e-3, mask=mask, cautious_weight_decay=cautious).init(params)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *((name, value) for name in ("b1", "b2") for value in (1.5, -0.1, np.nan)),
-        *(
-            (name, value)
-            for name in ("error_threshold", "weight_decay")
-            for value in (-0.1, np.nan)
-        ),
-        ("learning_rate", np.nan),
-    ],
-)
-def test_functions_are_in_range_at_every_step(name, value):
-    def update():
-        tx = adapprox_jax.adapprox(**{"learning_rate": 1e-3, name: lambda step: value})
-        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
-
-    raises(update, f"{name} is {value}", "at every step")
-
-
 def test_a_largest_rank_of_one_as_a_fraction_is_no_rank_of_one():
     tx = adapprox_jax.scale_by_adapprox(initial_rank=1, max_rank=1.0)
     assert int(tx.init(jnp.ones((64, 96))).rank[0]) == 1
-
-
-@dataclasses.dataclass
-class Decaying:
-    """A schedule as a configuration has it. One with fields that may change has no hash."""
-
-    first: float
-
-    def __call__(self, step):
-        return self.first / (1 + step)
 
 
 def test_a_schedule_may_be_an_object_without_a_hash():
@@ -442,25 +432,3 @@ def test_a_schedule_may_be_an_object_without_a_hash():
     tx = adapprox_jax.adapprox(Decaying(0.1), **schedules)
     updates, _ = jax.jit(tx.update)(PARAMS, tx.init(PARAMS), PARAMS)
     assert all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(updates))
-    with pytest.raises(ValueError, match=r"rank_growth is .*; allowed: what can be hashed"):
-        adapprox_jax.adapprox(1e-3, rank_growth=Decaying(0.1))
-
-
-def test_axes_beside_a_selection_are_checked():
-    with pytest.raises(ValueError, match="weight_dimension_numbers has 5; allowed"):
-        adapprox_jax.muon_report(PARAMS, lambda tree: jax.tree.map(lambda _: True, tree), 5)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (np.dtype("float64"), "float64"),
-        (None, "None"),
-        (jnp.float32, "float32"),
-        ("bf16", "'bf16'"),
-    ],
-)
-def test_a_type_is_named_as_it_is_given(dtype, name):
-    """NumPy holds float64 to be equal to None."""
-    with pytest.raises(ValueError, match=f"dtype is {name}; allowed: bfloat16, float16"):
-        adapprox_jax.split_weights(optax.sgd(0.1), dtype=dtype)

@@ -203,10 +203,9 @@ def test_parts_of_models(name):
     )
     for path, (_, expected) in TREES[name].items():
         said = report["".join(f"['{word}']" for word in path.split("/"))]
-        if said.startswith("orthogonalized"):
-            assert said == f"orthogonalized: {expected}", path
-        else:
-            assert re.match(f"adapprox: .*{expected}", said), (path, said)
+        is_hidden = re.fullmatch(r"(\d+ of )?\d+ x \d+(, outputs first)?", expected)
+        right = f"orthogonalized: {expected}$" if is_hidden else f"adapprox: .*{expected}"
+        assert re.match(right, said), (path, said)
 
 
 @pytest.mark.parametrize("path", MODELS, ids=[path.stem for path in MODELS])
@@ -233,15 +232,6 @@ def test_whole_models(path):
             assert [*count, *sides] == expected["matrices"], keys
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_hidden"), [((8, 128), True), ((8, 129), False), ((7, 100), False)]
-)
-def test_limits_of_shape(shape, is_hidden):
-    """A side of 8, and 16 to 1, are those of a hidden matrix."""
-    params = {"mlp": {"wi": {"kernel": of(*shape)}}}
-    assert adapprox_jax.hidden_matrices(params)["mlp"]["wi"]["kernel"] == is_hidden
-
-
 def test_a_router_of_stacked_layers_is_judged_as_one_layer():
     """By the names of its axes, or by the axis of the layers around it; norms are vectors."""
     axes = (Axis("layers", 32), Axis("experts", 8), Axis("embed", 4096))
@@ -259,13 +249,6 @@ def test_a_router_of_stacked_layers_is_judged_as_one_layer():
     assert report["['layers']['gate']['kernel']"].startswith("adapprox: 512 x 16, as long")
     norm = views_of(None, Leaves.of(tree))[-1]
     assert (norm.batch, norm.is_matrix) == ((1,), False)
-
-
-def test_dimension_numbers_come_before_names():
-    params = {"query": {"kernel": of(64, 4, 16)}}
-    by_head = adapprox_jax.MatrixDimensionNumbers(0, 2)
-    [what] = adapprox_jax.muon_report(params, None, by_head).values()
-    assert what == "orthogonalized: 4 of 64 x 16"
 
 
 def test_the_path_of_a_leaf_is_taken_apart_a_few_times_at_most(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import adapprox_jax
+from tests.common import normal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,10 +65,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_axes_of_the_state_have_names_and_sizes(name):
     tx = SETTINGS[name]()
-    arrays = {
-        leaf: jax.random.normal(jax.random.key(i), [axis.size for axis in axes])
-        for i, (leaf, axes) in enumerate(AXES.items())
-    }
+    arrays = normal({leaf: tuple(axis.size for axis in axes) for leaf, axes in AXES.items()})
     params = {leaf: NamedArray(array, AXES[leaf]) for leaf, array in arrays.items()}
     state = jax.eval_shape(tx.init, params)
     updates, new = jax.eval_shape(tx.update, params, state, params)

@@ -2,13 +2,12 @@
 
 import jax
 import numpy as np
-import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from benchmarks.collectives import collectives_of
-from tests.common import abstract, abstract_state, mesh_of
+from tests.common import abstract, abstract_state, mesh_of, stepping
 
 SPECS = {
     "rows": P(("x", "y"), None),
@@ -21,12 +20,12 @@ MOST = 1.2 * (M + N) * RANK  # numbers moved a matrix and step
 
 
 def parameters(mesh, names, batch=(), copies=1):
-    specs = {
-        f"{name} {i}": P(*(None for _ in batch), *SPECS[name])
+    leaves = {
+        f"{name} {i}": ((*batch, M, N), P(*(None for _ in batch), *SPECS[name]))
         for name in names
         for i in range(copies)
     }
-    return abstract(mesh, dict.fromkeys(specs, (*batch, M, N)), specs)
+    return abstract(mesh, leaves)
 
 
 def of_step(tx, params):
@@ -34,12 +33,7 @@ def of_step(tx, params):
     shardings = adapprox_jax.state_shardings(tx, params)
     state = abstract_state(tx, params, shardings)
     of_params = {name: x.sharding for name, x in params.items()}
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    placed = jax.jit(step, donate_argnums=(0, 1), out_shardings=(of_params, shardings))
+    placed = jax.jit(stepping(tx), donate_argnums=(0, 1), out_shardings=(of_params, shardings))
     return collectives_of(placed.lower(params, state, params).compile().as_text())
 
 

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
 from benchmarks.collectives import collectives_of
-from tests.common import abstract, abstract_state, mesh_of, on_one_device, put
+from tests.common import abstract, abstract_state, mesh_of, normal, on_one_device, put
 
 DEVICES = 8
 SPECS = {
@@ -74,17 +74,13 @@ MOVED = {name: (two_stacks(SPECS[name]), (most + 2 * 4) / 3) for name, most in C
 }
 
 
-def on_mesh(mesh, leaves):
-    return abstract(mesh, *({name: leaf[i] for name, leaf in leaves.items()} for i in (0, 1)))
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MOVED]
 )
 def test_few_copies_move(mesh, in_phases, name):
     in_phases()
     leaves, most = MOVED[name]
-    params = on_mesh(mesh, leaves)
+    params = abstract(mesh, leaves)
     found = collectives_of(directions(params).as_text())
     assert copies_moved(found, params) <= most + SMALL
     if name.startswith(("fused", "square")):
@@ -102,7 +98,7 @@ def test_few_copies_move(mesh, in_phases, name):
 )
 def test_nothing_is_done_twice(mesh, in_phases, leaves, of_one_device, most):
     in_phases()
-    program = directions(on_mesh(mesh, leaves))
+    program = directions(abstract(mesh, leaves))
     with on_one_device():
         alone = directions(
             {name: jax.ShapeDtypeStruct(x, "float32") for name, (x, _) in of_one_device.items()}
@@ -115,7 +111,7 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
     """The compiler does not carry the exchange's axes into an average, or into what follows."""
     in_phases()
     tx = adapprox_jax.adapprox_muon(1e-3)
-    params = abstract(mesh, {"up": (8, 128, 512)}, {"up": P(None, "x", "y")})
+    params = abstract(mesh, {"up": ((8, 128, 512), P(None, "x", "y"))})
     shardings = adapprox_jax.state_shardings(tx, params)
     state = abstract_state(tx, params, shardings)
     placed = (jax.tree.map(lambda x: x.sharding, params), shardings)
@@ -129,7 +125,7 @@ def test_what_makes_the_updates_is_divided_as_they_are(mesh, in_phases):
 @pytest.mark.all_platforms
 def test_programs_for_tpus_need_no_callbacks(mesh):
     """TPUs have no custom partitioning: such a program would not compile there."""
-    params = abstract(mesh, {"up": (8, 64, 128)}, {"up": P(None, "x", "y")})
+    params = abstract(mesh, {"up": ((8, 64, 128), P(None, "x", "y"))})
     lowered = directions_of().trace(params).lower(lowering_platforms=("tpu",))
     assert "custom_call" not in lowered.as_text()
 
@@ -138,19 +134,19 @@ def test_programs_for_tpus_need_no_callbacks(mesh):
 def test_directions_are_those_of_one_device(mesh, request, way):
     if way == "on accelerators":
         request.getfixturevalue("in_phases")()
-    rng = np.random.default_rng(0)
-    shapes = {name: (8 if "stack" in name else 3, 16, 32) for name in SPECS}
-    specs = {**SPECS, "square": P(None, "x", "y"), "square turned": P(None, "y", "x")}
-    shapes |= {"square": (5, 32, 32), "square turned": (4, 32, 32), "flat": (32, 16)}
-    specs["flat"] = P("y", "x")
-    shapes["uneven"], specs["uneven"] = (18, 24), P("x", None)
-    shapes["qkv"], specs["qkv"] = (3, 16, 48), P(None, "x", "y")
-    values = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    leaves = {name: ((8 if "stack" in name else 3, 16, 32), SPECS[name]) for name in SPECS} | {
+        "square": ((5, 32, 32), P(None, "x", "y")),
+        "square turned": ((4, 32, 32), P(None, "y", "x")),
+        "flat": ((32, 16), P("y", "x")),
+        "uneven": ((18, 24), P("x", None)),
+        "qkv": ((3, 16, 48), P(None, "x", "y")),
+    }
+    values = normal({name: shape for name, (shape, _) in leaves.items()})
     update = directions_of()
-    actual = update(put(mesh, specs, values))
+    actual = update(put(mesh, {name: spec for name, (_, spec) in leaves.items()}, values))
     with on_one_device():
         expected = update(values)
-    for name in shapes:
+    for name in leaves:
         if way == "on CPUs":
             np.testing.assert_allclose(actual[name], expected[name], atol=1e-4, err_msg=name)
         else:

@@ -2,33 +2,24 @@
 
 import chex
 import jax
-import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import adapprox_jax
-from tests.common import abstract, described, mesh_of, on_one_device, put
+from tests.common import abstract, described, mesh_of, normal, on_one_device, put, run
 
-SPECS = {
-    "kernel": P("x", "y"),
-    "wide": P("y", "x"),
-    "layers": P(None, "x", "y"),
-    "experts": P("x", "y", None),
-    "heads": P("x", None, "y"),
-    "bias": P("y"),
-    "replicated": P(),
+LEAVES = {
+    "kernel": ((48, 64), P("x", "y")),
+    "wide": ((64, 24), P("y", "x")),
+    "layers": ((3, 48, 64), P(None, "x", "y")),
+    "experts": ((4, 48, 64), P("x", "y", None)),
+    "heads": ((64, 4, 16), P("x", None, "y")),
+    "bias": ((64,), P("y")),
+    "replicated": ((48, 64), P()),
 }
-SHAPES = {
-    "kernel": (48, 64),
-    "wide": (64, 24),
-    "layers": (3, 48, 64),
-    "experts": (4, 48, 64),
-    "heads": (64, 4, 16),
-    "bias": (64,),
-    "replicated": (48, 64),
-}
+SHAPES, SPECS = ({name: leaf[i] for name, leaf in LEAVES.items()} for i in (0, 1))
 SETTINGS = {
     "fixed": dict(max_rank=4, min_dim_size_to_factor=1),
     "adaptive": dict(initial_rank=1, max_rank=6, error_threshold=0.1, min_dim_size_to_factor=1),
@@ -64,11 +55,6 @@ def explicit_mesh():
         yield mesh
 
 
-def values(seed):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
 def sharded(tree):
     """On the mesh in use."""
     return put(jax.sharding.get_mesh(), SPECS, tree)
@@ -78,46 +64,30 @@ def types(tree):
     return jax.tree.map(jax.typeof, tree)
 
 
-def after_an_update(tx, params, state):
-    """The types of updates and state; tracing tells them, without compiling."""
-    return jax.tree.map(described, jax.eval_shape(tx.update, params, state, params))
-
-
-def two_updates(tx, place, names):
-    """The second of two updates on leaves put somewhere; the types of the states around both."""
-    params, *grads = (place({name: values(seed)[name] for name in names}) for seed in range(3))
-    on_mesh = None if place is alone else adapprox_jax.state_shardings(tx, params)
-    state, update = jax.jit(tx.init, out_shardings=on_mesh)(params), jax.jit(tx.update)
-    before = types(state)
-    for grad in grads:
-        updates, state = update(grad, state, params)
-    return updates, (before, types(state))
-
-
-def alone(tree):
-    return tree
-
-
-def assert_close(actual, expected):
-    chex.assert_trees_all_close(jax.device_get(actual), expected, rtol=1e-3, atol=1e-5)
+def assert_types_stay(tx, params):
+    """Through an update; tracing tells them, without compiling."""
+    state = tx.init(params)
+    ends = jax.eval_shape(tx.update, params, state, params)
+    assert jax.tree.map(described, ends) == jax.tree.map(described, types((params, state)))
 
 
 @pytest.mark.parametrize("setting", OPTIMIZERS)
 def test_an_update_keeps_every_type(explicit_mesh, setting):
-    tx, params = OPTIMIZERS[setting], sharded(values(0))
-    state = tx.init(params)
-    before = jax.tree.map(described, types((params, state)))
-    assert after_an_update(tx, params, state) == before
+    assert_types_stay(OPTIMIZERS[setting], sharded(normal(SHAPES)))
 
 
 def assert_as_on_one_device(setting, names):
-    tx = OPTIMIZERS[setting]
-    updates, (before, after) = two_updates(tx, sharded, names)
-    assert types(updates) == types(sharded({name: values(0)[name] for name in names}))
-    assert before == after
+    """The second of two updates; and the state keeps its types."""
+    tx, shapes = OPTIMIZERS[setting], {name: SHAPES[name] for name in names}
+    params, *grads = (normal(shapes, seed) for seed in range(3))
+    placed, *on_mesh = map(sharded, (params, *grads))
+    before = jax.jit(tx.init, out_shardings=adapprox_jax.state_shardings(tx, placed))(placed)
+    actual, after = run(tx, on_mesh, placed, before)
+    assert types((actual[-1], after)) == types((placed, before))
     with on_one_device():
-        expected, _ = two_updates(tx, alone, names)
-    assert_close(updates, jax.device_get(expected))
+        expected, _ = run(tx, grads, params)
+    ends = jax.device_get((actual[-1], expected[-1]))
+    chex.assert_trees_all_close(*ends, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(("setting", "names"), COMPARED.items(), ids=COMPARED)
@@ -138,7 +108,7 @@ def test_updates_in_phases_are_those_of_one_device(explicit_mesh, in_phases):
 
 def test_without_jit_too(explicit_mesh):
     tx = OPTIMIZERS["fixed"]
-    params = sharded({name: values(0)[name] for name in ("kernel", "bias")})
+    params = sharded(normal({name: SHAPES[name] for name in ("kernel", "bias")}))
     state = tx.init(params)
     updates, after = tx.update(params, state, params)
     assert types((updates, after)) == types((params, state))
@@ -146,9 +116,9 @@ def test_without_jit_too(explicit_mesh):
 
 @pytest.mark.parametrize("setting", ["adaptive", "paper"])  # the others begin alike
 def test_init_of_abstract_values_and_under_jit(explicit_mesh, setting):
-    tx, params = OPTIMIZERS[setting], sharded(values(0))
+    tx, params = OPTIMIZERS[setting], sharded(normal(SHAPES))
     state = tx.init(params)
-    shapes = abstract(explicit_mesh, SHAPES, SPECS)
+    shapes = abstract(explicit_mesh, LEAVES)
     assert types(tx.init(shapes)) == types(state)
     assert types(jax.jit(tx.init)(params)) == types(state)
     found = jax.tree.leaves(adapprox_jax.state_shardings(tx, params))
@@ -160,17 +130,15 @@ def test_init_of_abstract_values_and_under_jit(explicit_mesh, setting):
 
 def test_init_of_abstract_values_without_a_mesh():
     tx = OPTIMIZERS["fixed"]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values(0))
-    chex.assert_trees_all_equal(tx.init(shapes), tx.init(values(0)))
+    shapes = jax.eval_shape(lambda: normal(SHAPES))
+    chex.assert_trees_all_equal(tx.init(shapes), tx.init(normal(SHAPES)))
 
 
 def test_without_the_mesh_in_context():
     """Arrays know the mesh that they lie on."""
     mesh = mesh_of((2, 2), ("x", "y"), AxisType.Explicit)
-    tx, params = OPTIMIZERS["fixed"], put(mesh, SPECS, values(0))
-    state = tx.init(params)
-    before = jax.tree.map(described, types((params, state)))
-    assert after_an_update(tx, params, state) == before
+    tx, params = OPTIMIZERS["fixed"], put(mesh, SPECS, normal(SHAPES))
+    assert_types_stay(tx, params)
     one = {"kernel": params["kernel"]}  # and it runs
     updates, _ = jax.jit(tx.update)(one, tx.init(one), one)
     assert types(updates) == types(one)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import adapprox_jax
+from tests.common import normal
 
 ADAPTIVE = dict(initial_rank=1, max_rank=18, error_threshold=0.1, rank_growth=lambda xi: 1)
 FEW_BITS = dict(max_rank=4, power_iterations=2, factor_dtype=jnp.bfloat16, mu_dtype=jnp.int8)
@@ -14,13 +15,7 @@ MESH = Mesh(np.array(jax.devices()[:4]), ("x",))
 VARIES, REPLICATED = PartitionSpec("x"), PartitionSpec()
 
 
-def gradients(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        "own": rng.normal(size=(4, 64, 80)).astype(np.float32),  # one for each device
-        "shared": rng.normal(size=(64, 80)).astype(np.float32),
-        "vector": rng.normal(size=(4, 80)).astype(np.float32),
-    }
+SHAPES = {"own": (4, 64, 80), "shared": (64, 80), "vector": (4, 80)}  # "own": one for each device
 
 
 @pytest.mark.parametrize("settings", [ADAPTIVE, FEW_BITS], ids=["adaptive", "few bits"])
@@ -40,7 +35,7 @@ def test_updates_of_each_device_are_its_own(settings):
         updates, state = tx.update(second, state, first)
         return {name: x[None] if specs[name] == VARIES else x for name, x in updates.items()}
 
-    both = gradients(0), gradients(1)
+    both = normal(SHAPES, 0), normal(SHAPES, 1)
     init, update = jax.jit(tx.init), jax.jit(tx.update)
     mapped = jax.shard_map(two_steps, mesh=MESH, in_specs=(specs, specs), out_specs=specs)
     actual = jax.jit(mapped)(*both)
@@ -69,7 +64,7 @@ def test_a_state_that_varies_takes_gradients_that_do_not():
         updates, _ = tx.update(shared, state)
         return updates[None]
 
-    own, shared, _ = gradients(0).values()
+    own, shared, _ = normal(SHAPES).values()
     step = jax.shard_map(one_step, mesh=MESH, in_specs=(VARIES, REPLICATED), out_specs=VARIES)
     updates = jax.jit(step)(own, shared)
     assert updates.shape == (4, 64, 80)

@@ -10,10 +10,9 @@ from jax.sharding import PartitionSpec as P
 import adapprox_jax
 from adapprox_jax import state_shardings
 from adapprox_jax.state.report import shaped_nbytes
-from tests import common
-from tests.common import mesh_of
+from tests.common import abstract, mesh_of
 
-SHAPES = {
+LEAVES = {
     "kernel": ((256, 512), P("x", "y")),
     "tall": ((512, 256), P("x", "y")),
     "layers": ((4, 256, 512), P(None, "y", "x")),
@@ -28,11 +27,6 @@ SHAPES = {
 def mesh():
     """Not in use."""
     return mesh_of((2, 2), ("x", "y"))
-
-
-def abstract(mesh, names=tuple(SHAPES)):
-    shapes, specs = ({name: SHAPES[name][i] for name in names} for i in (0, 1))
-    return common.abstract(mesh, shapes, specs)
 
 
 def specs(shardings):
@@ -62,13 +56,14 @@ EXPECTED = {
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_factors_lie_as_the_sides_that_they_belong_to(kind):
     mesh = mesh_of((2, 2), ("x", "y"), kind)
-    shardings = state_shardings(adapprox_jax.adapprox(1e-3, mu_dtype="int8"), abstract(mesh))
+    tx = adapprox_jax.adapprox(1e-3, mu_dtype="int8")
+    shardings = state_shardings(tx, abstract(mesh, LEAVES))
     state, average = specs(shardings[0]), specs(shardings[1])
-    assert {name: (state.q[name], state.u[name]) for name in SHAPES} == EXPECTED
-    experts = sorted(SHAPES.keys() - {"bias", "scalar"}).index("experts")
+    assert {name: (state.q[name], state.u[name]) for name in LEAVES} == EXPECTED
+    experts = sorted(LEAVES.keys() - {"bias", "scalar"}).index("experts")
     assert state.rank[experts] == state.error[experts] == state.drift[experts] == ("x",)
     assert (state.nu["bias"], state.count, state.key) == (("y",), (), ())
-    for name, (_, spec) in SHAPES.items():
+    for name, (_, spec) in LEAVES.items():
         assert average.mu[name] == specs(NamedSharding(mesh, spec)), name
     # Scales, too, along the last axis; a row of the embedding is whole.
     assert average.scale["kernel"] == ("x", "y")
@@ -82,9 +77,9 @@ def test_factors_lie_as_the_sides_that_they_belong_to(kind):
     ids=["adapprox", "adapprox_muon"],
 )
 def test_specs_are_known_without_a_mesh(mesh, tx):
-    params = abstract(mesh)
+    params = abstract(mesh, LEAVES)
     plain = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in params.items()}
-    found = adapprox_jax.state_specs(tx, plain, {key: spec for key, (_, spec) in SHAPES.items()})
+    found = adapprox_jax.state_specs(tx, plain, {key: spec for key, (_, spec) in LEAVES.items()})
     assert found == jax.tree.map(lambda x: x.spec, state_shardings(tx, params))
     replicated = adapprox_jax.state_specs(tx, plain, P())
     assert not any(name for spec in jax.tree.leaves(replicated) for name in spec)
@@ -122,7 +117,7 @@ OPTIMIZERS = {
     "low-rank muon": adapprox_jax.adapprox_muon(1e-3, second_moment=True),
     "partition": optax.partition(
         {"ours": adapprox_jax.adapprox(1e-3), "theirs": optax.adamw(1e-3)},
-        {name: "ours" if name in ("kernel", "layers") else "theirs" for name in SHAPES},
+        {name: "ours" if name in ("kernel", "layers") else "theirs" for name in LEAVES},
     ),
     "MultiSteps": optax.MultiSteps(adapprox_jax.adapprox(1e-3), 2),
     "inject": optax.inject_hyperparams(adapprox_jax.adapprox, static_args=adapprox_jax.STATIC_ARGS)(
@@ -135,7 +130,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_state_is_born_there_and_no_device_holds_more_than_its_part(mesh, name):
-    tx, params = OPTIMIZERS[name], abstract(mesh)
+    tx, params = OPTIMIZERS[name], abstract(mesh, LEAVES)
     shardings = state_shardings(tx, params)
     assert jax.tree.structure(shardings) == jax.tree.structure(jax.eval_shape(tx.init, params))
     compiled = jax.jit(tx.init, out_shardings=shardings).lower(params).compile()
@@ -188,7 +183,7 @@ def test_what_tells_no_mesh_is_refused(mesh):
     one_in_the_abstract = {"a": on(mesh, "x"), "b": on(in_other_order, "x")}
     for arguments, message in [
         ((tx, {"w": 1.0}, mesh), r"\['w'\] is a float; allowed: an array or its shape"),
-        ((tx, abstract(mesh), 8), r"mesh is 8; allowed: a jax.sharding.Mesh, or None"),
+        ((tx, abstract(mesh, LEAVES), 8), r"mesh is 8; allowed: a jax.sharding.Mesh, or None"),
         ((tx, {"w": jnp.ones(3)}), "params lie on no mesh; allowed: parameters with Named"),
         ((tx, two), r"params lie on Mesh.* and Mesh.*; allowed: parameters"),
         ((tx, one_in_the_abstract), r"params lie on Mesh.* and Mesh.*; allowed: parameters"),

@@ -122,7 +122,6 @@ def test_dense_leaves_counts_and_schedules_go_on_exactly(with_adam):
     assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {150}
     adam = state[0]
     nu_hat, mu_hat = adam.nu["bias"] / (1 - 0.999**150), adam.mu["bias"] / (1 - 0.9**150)
-    np.testing.assert_allclose(new[0].nu["bias"], nu_hat, rtol=1e-5)
     average = optax.tree.get(new, "mu")["bias"]
     np.testing.assert_allclose(average, mu_hat / (jnp.sqrt(nu_hat) + 1e-8), rtol=1e-4)
 
@@ -155,27 +154,6 @@ def test_eps_and_the_axes_of_matrices_are_those_given():
     np.testing.assert_allclose(clipped[1], clipped[0], rtol=1e-4)  # each slice by itself
     clipped = average(weight_dimension_numbers=MatrixDimensionNumbers((0, 1), 2))
     np.testing.assert_allclose(clipped[1], 3 * clipped[0], rtol=1e-4)
-
-
-def test_states_that_do_not_fit_are_named(with_adam):
-    params, state, _, _ = with_adam
-    tx, muon = adapprox_jax.adapprox(RATE), adapprox_jax.adapprox_muon(RATE)
-    labels = dict.fromkeys(params, "hidden") | {"bias": "rest"}
-    several = optax.partition({"hidden": tx, "rest": adapprox_jax.adapprox(RATE)}, labels)
-    wrong, more = ({**params, name: jnp.ones((64, 200))} for name in ("hidden", "more"))
-    for arguments, message in [
-        ((tx, optax.sgd(1.0).init(params), params), "adam_state holds 0 states of Adam; allowed"),
-        ((tx, state, wrong), r"\['hidden'\]: .* in adam_state have shape \(64, 128\)"),
-        ((muon, state, more), r"\['more'\]: adam_state has no such leaf"),
-        ((optax.adamw(RATE), state, params), "tx keeps no state of Adapprox"),
-        ((several, state, params), "tx has several second moments; allowed: one, or"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            from_adam(*arguments)
-    with pytest.raises(ValueError, match="approximate is 'r'; allowed: 'moment', 'root'"):
-        from_adam(tx, state, params, approximate="r")
-    with pytest.raises(ValueError, match=r"b1 is 1\.0; allowed"):
-        from_adam(tx, state, params, b1=1.0)
 
 
 @pytest.mark.parametrize("corrected", [False, True])
@@ -244,11 +222,10 @@ def test_counts_are_of_steps_where_they_were(name):
 
 
 def test_explicit_meshes():
-    params = {"kernel": jnp.ones((64, 96)), "other": jnp.ones((64, 96))}
     mesh = mesh_of((4,), ("data",), jax.sharding.AxisType.Explicit)
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data", None))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     with jax.set_mesh(mesh):
-        params = jax.tree.map(lambda x: jax.device_put(x, sharding), params)
+        params = {name: jnp.ones((64, 96), device=rows) for name in ("kernel", "other")}
         adam, tx = optax.adam(RATE), adapprox_jax.adapprox(RATE)
         _, adam_state = adam.update(params, adam.init(params))
         state = from_adam(tx, adam_state, params)

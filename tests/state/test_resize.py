@@ -3,7 +3,6 @@
 import functools
 import re
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,19 +23,18 @@ ADAPTIVE = dict(
 FIXED = dict(max_rank=4)
 
 
-def gradients(t, params=PARAMS):
+def gradients(t):
     """Of ranks 3 in magnitude, with random signs."""
     rng = np.random.default_rng(t)
 
     def make(p):
-        sign = rng.choice([-1, 1], p.shape)
         if p.ndim < 2:
-            return rng.normal(size=p.shape) * sign
+            return rng.normal(size=p.shape)
         rows = np.exp(2 * rng.normal(size=(*p.shape[:-1], 3)))
         columns = np.exp(2 * rng.normal(size=(*p.shape[:-2], 3, p.shape[-1])))
-        return rows @ columns * sign
+        return rows @ columns * rng.choice([-1, 1], p.shape)
 
-    return {name: make(p).astype(np.float32) for name, p in params.items()}
+    return {name: make(p).astype(np.float32) for name, p in PARAMS.items()}
 
 
 def assert_close(actual, expected):
@@ -114,14 +112,12 @@ def test_dropping_empty_columns_changes_nothing():
 
 def test_columns_in_use_are_not_dropped_unasked():
     _, state = trained("fixed")
-    before = jax.tree.map(np.array, state)
     message = (
         r"\['kernel'\]: 4 columns are in use, 2 were asked for, and [\d.]+% of the norm would be"
         " lost; allowed: at least 4, or truncate=True"
     )
     with pytest.raises(ValueError, match=message):
         resize(state, 2)
-    jax.tree.map(np.testing.assert_array_equal, state, before)
 
 
 @pytest.mark.parametrize("approximate", ["root", "moment"])
@@ -146,16 +142,10 @@ def test_truncation_reports_what_is_lost(approximate):
     np.testing.assert_allclose(cut.drift[0], state.drift[0] + lost, rtol=1e-5)
 
 
-def test_single_leaves_by_their_paths():
-    _, state = trained("adaptive")
-    assert capacities(resize(state, {"['stack']": 24})) == {"['kernel']": 16, "['stack']": 24}
-
-
 @pytest.mark.parametrize(
     ("width", "message"),
     [
-        (0, "max_rank is 0; allowed: an integer of at least 1, or a float"),
-        (1.5, "max_rank is 1.5; allowed: an integer of at least 1, or a float in (0, 1]"),
+        (0, "max_rank is 0; allowed: an integer of at least 1, or a float in (0, 1]"),
         ({"['stack']": jnp.array(8)}, "max_rank[\"['stack']\"] is an array of JAX; allowed: a Py"),
         ({"kernel": 4}, "max_rank has 'kernel'; allowed: \"['kernel']\", \"['stack']\"."),
         ({"['bias']": 4}, "max_rank has \"['bias']\"; allowed"),
@@ -172,15 +162,6 @@ def test_a_state_without_factors_is_an_error():
         resize(optax.adamw(1e-3).init(PARAMS), 4)
 
 
-@pytest.mark.parametrize("wrap", [optax.apply_if_finite, optax.MultiSteps])
-def test_under_wrappers(wrap):
-    tx = wrap(adapprox_jax.adapprox(1e-2, **ADAPTIVE), 2)
-    state = resize(tx.init(PARAMS), 24)
-    assert set(capacities(state).values()) == {24}
-    _, after = jax.eval_shape(tx.update, gradients(0), state, PARAMS)
-    chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
-
-
 def test_a_full_leaf_is_reported():
     _, state = trained("fixed")
     info = rank_report(state, PARAMS)["['kernel']"]
@@ -188,14 +169,6 @@ def test_a_full_leaf_is_reported():
     assert info.is_full(info.error / 2)
     assert not info.is_full(1.0)
     assert not rank_report(resize(state, 5), PARAMS)["['kernel']"].is_full()
-
-
-def test_a_template_for_a_checkpoint_of_other_widths():
-    """What was saved tells its widths."""
-    _, state = trained("adaptive")
-    tx = adapprox_jax.adapprox(1e-2, **{**ADAPTIVE, "max_rank": 24})
-    template = resize(jax.eval_shape(tx.init, PARAMS), capacities(state))
-    chex.assert_trees_all_equal_shapes_and_dtypes(template, state)
 
 
 def test_growth_goes_one_size_at_a_time_for_all_that_are_full():
