@@ -324,34 +324,6 @@ def test_hyperparameters_are_injected_without_static_arguments(make, settings):
     chex.assert_trees_all_close(actual, expected, rtol=1e-4)
 
 
-RATE = optax.linear_schedule(1e-2, 0.0, 10)
-SKIPPED = {
-    "schedule": adapprox_jax.adapprox(RATE, b2=adapprox_jax.increasing_decay(), mu_dtype="int4"),
-    "adaptive": adapprox_jax.adapprox(1e-2, factor_dtype=jnp.bfloat16, **ADAPTIVE),
-    "injected": optax.inject_hyperparams(
-        adapprox_jax.adapprox_muon,
-        static_args=adapprox_jax.MUON_STATIC_ARGS,
-        hyperparam_dtype=jnp.float32,
-    )(RATE, mu_dtype="int8", min_dim_size_to_factor=1),
-    "split": adapprox_jax.split_weights(adapprox_jax.adapprox(RATE)),
-    "rounded by chance": adapprox_jax.stochastic_rounding(adapprox_jax.adapprox_muon(RATE)),
-}
-
-
-@pytest.mark.parametrize("name", SKIPPED)
-def test_an_update_may_be_skipped(name):
-    """The branches of a cond must have the same types: an update changes none of its state."""
-    tx = SKIPPED[name]
-    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), OF_MUON)
-
-    def step(state, skip):
-        return jax.lax.cond(
-            skip, lambda: (params, state), lambda: stepping(tx)(params, state, params)
-        )
-
-    jax.eval_shape(step, tx.init(params), True)
-
-
 @pytest.mark.parametrize("name", ["adapprox", "adapprox_muon"])
 def test_the_state_of_another_optimizer_is_named(name):
     tx = getattr(adapprox_jax, name)(1e-2)

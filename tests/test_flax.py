@@ -178,3 +178,35 @@ def test_the_sharding_for_the_state_comes_before_that_of_the_array():
     on_devices = jax.device_put(jnp.ones((16, 32)), NamedSharding(MESH, PartitionSpec("x")))
     average = adapprox_jax.state_shardings(TX, {"kernel": nnx.Param(on_devices, **ON_STATE)})[1]
     assert average.mu["kernel"].get_value().spec == PartitionSpec(None, "y")
+
+
+RATE = optax.linear_schedule(1e-2, 0.0, 10)
+SKIPPED = {
+    "schedule": adapprox_jax.adapprox(RATE, b2=adapprox_jax.increasing_decay(), mu_dtype="int4"),
+    "adaptive": adapprox_jax.adapprox(
+        1e-2, factor_dtype=jnp.bfloat16, initial_rank=1, min_dim_size_to_factor=1
+    ),
+    "injected": optax.inject_hyperparams(
+        adapprox_jax.adapprox_muon,
+        static_args=adapprox_jax.MUON_STATIC_ARGS,
+        hyperparam_dtype=jnp.float32,
+    )(RATE, mu_dtype="int8", min_dim_size_to_factor=1),
+    "split": adapprox_jax.split_weights(adapprox_jax.adapprox(RATE)),
+    "rounded by chance": adapprox_jax.stochastic_rounding(adapprox_jax.adapprox_muon(RATE)),
+}
+
+
+@pytest.mark.parametrize("name", SKIPPED)
+def test_an_update_may_be_skipped(name):
+    """The branches of a cond must have the same types: an update changes none of its state."""
+    model = Model(named=False)
+    nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), nnx.state(model, nnx.Param)))
+    optimizer = nnx.Optimizer(model, SKIPPED[name], wrt=nnx.Param)
+
+    def update(model, optimizer):
+        optimizer.update(model, gradients(nnx.state(model, nnx.Param)))
+
+    def step(model, optimizer, skip):
+        nnx.cond(skip, lambda *_: None, update, model, optimizer)
+
+    nnx.eval_shape(step, model, optimizer, jnp.asarray(True))
