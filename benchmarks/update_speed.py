@@ -3,10 +3,9 @@
 A step is update and `apply_updates`, or the whole step of training, over what is donated. All
 contenders run in one process, one cycle of steps each in turn, so that whatever slows the
 machine slows all of them. Figures are medians over cycles, and ratios are medians of ratios of
-neighbouring cycles. A cycle has `rank_interval` steps, so that it includes a choice of ranks. A
-contender that is too slow for a cycle is measured by one step, which keeps its ranks. Memory is
-what the compiler plans (`memory_analysis`). Results go to `results/speed/`, as JSON named after
-what was timed.
+neighbouring cycles. A cycle has `rank_interval` steps, so that it includes a choice of ranks.
+Memory is what the compiler plans (`memory_analysis`). Results go to `results/speed/`, as JSON named
+after what was timed.
 """
 
 import concurrent.futures
@@ -97,24 +96,9 @@ def lowered_runner(name: str, model: str, parts: Parts) -> Callable[[], Runner]:
     return compiled
 
 
-def measure(runners: Sequence[Runner], cycles: int, steps: int, patience: float) -> None:
-    """Runs the contenders in turn, first one cycle that is not counted, and fills their records.
-
-    A contender whose cycle would take longer than `patience` seconds, by its first two steps, is
-    left out of the rounds: the second step is its figure.
-    """
-    for runner in tqdm(runners, desc="first steps", unit="contender"):
-        runner.cycle(1)
-        runner.cycle(1)
-        if runner.seconds[-1] * steps > patience:
-            runner.record["cycles_left_out"] = True
-            del runner.seconds[0]
-        else:
-            runner.seconds.clear()
-    in_turn = [runner for runner in runners if not runner.seconds]
-    bar = tqdm(
-        [(number, runner) for number in range(cycles + 1) for runner in in_turn], unit="cycle"
-    )
+def measure(runners: Sequence[Runner], cycles: int, steps: int) -> None:
+    """Runs the contenders in turn, first one cycle that is not counted, and fills their records."""
+    bar = tqdm([(number, runner) for number in range(cycles + 1) for runner in runners])
     for number, runner in bar:
         bar.set_description(f"{runner.name}, {runner.model}")
         runner.cycle(steps)
@@ -136,7 +120,6 @@ def main(
     steps: int = 10,
     training_step: bool = False,
     batch: int = 32,
-    patience: float = 60.0,
     cpu: bool = True,
     profile: pathlib.Path | None = None,
     output: pathlib.Path | None = None,
@@ -152,7 +135,6 @@ def main(
       steps: Steps of a cycle: at least `rank_interval`.
       training_step: Time the whole training step instead of the optimizer's alone.
       batch: Sequences of the training step.
-      patience: Seconds a cycle may take; slower contenders are measured by one step.
       cpu: Whether a CPU is measured if there is no accelerator.
       profile: Folder for a trace of one step of each contender, after all are measured.
       output: File for the JSON.
@@ -170,7 +152,7 @@ def main(
     ]
     with concurrent.futures.ThreadPoolExecutor(max(1, (os.cpu_count() or 1) - 1)) as threads:
         runners = list(threads.map(lambda compiled: compiled(), lowered))
-    measure(runners, cycles, steps, patience)
+    measure(runners, cycles, steps)
     result = {
         **records.header(),
         "steps_of_a_cycle": steps,
@@ -191,8 +173,7 @@ def main(
 def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
     """A row for each contender and model: its time over that of the reference, and its memory.
 
-    Times are medians of ratios of neighbouring cycles; least and most are single ones. Contenders
-    that were measured by one step have the ratio of medians.
+    Times are medians of ratios of neighbouring cycles; least and most are single ones.
     """
     reference = next(iter(next(iter(of_models.values()))))
     titles = ["", "model", "ms", f"over {reference}", "least", "most"]
@@ -212,10 +193,8 @@ def table(of_models: dict[str, dict[str, dict[str, Any]]]) -> str:
 
 
 def ratios(one: dict[str, Any], base: dict[str, Any]) -> list[float]:
-    """A time over another: of neighbouring cycles, or of the medians where one has fewer cycles."""
+    """The times of neighbouring cycles over one another."""
     cycles = one["seconds_of_cycles"], base["seconds_of_cycles"]
-    if len(cycles[0]) != len(cycles[1]):
-        return [one["seconds"] / base["seconds"]]
     return [own / other for own, other in zip(*cycles, strict=True)]
 
 

@@ -35,15 +35,13 @@ def test_records_are_written(tmp_path, capsys):
     assert "| adapprox rank 16 | tiny | " in capsys.readouterr().out
 
 
-def test_a_training_step_that_is_slow_is_measured_once(tmp_path, monkeypatch):
+def test_training_steps_are_measured(tmp_path, monkeypatch):
     smaller = dict(layers=1, width=32, heads=2, context=16, vocabulary=256)
     monkeypatch.setitem(CONFIGS, "tiny", dataclasses.replace(CONFIGS["tiny"], **smaller))
-    path, slow = tmp_path / "step.json", dict(training_step=True, batch=2, patience=0)
-    main(("tiny",), ("adamw",), cycles=2, steps=2, output=path, **slow)
+    path = tmp_path / "step.json"
+    main(("tiny",), ("adamw",), cycles=2, steps=2, training_step=True, batch=2, output=path)
     record = json.loads(path.read_text())["records"]["tiny"]["adamw"]
-    assert record["seconds_of_cycles"] == [record["seconds"]]
-    assert record["seconds"] > 0
-    assert record["cycles_left_out"]
+    assert len(record["seconds_of_cycles"]) == 2
 
 
 def test_gradients_have_the_ranks_that_they_promise():
