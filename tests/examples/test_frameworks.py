@@ -42,26 +42,6 @@ def test_a_checkpoint_without_the_state_is_seen(forgets, monkeypatch, tmp_path):
     assert {row["resumes bit for bit"] for row in rows} == {not forgets}
 
 
-@pytest.mark.parametrize("make", [adapprox_jax.adapprox, adapprox_jax.adapprox_muon])
-def test_rules_for_paths_of_parameters_fit_the_state(make):
-    """As EasyDeL and eformer restore: a rule's spec is applied wherever its path is found."""
-    rules = {"embedding": ("tensor", "fsdp"), "kernel": ("fsdp", "tensor"), "bias": ("tensor",)}
-    sizes = {"fsdp": 4, "tensor": 2}
-    shapes = {"embedding": (512, 256), "kernel": (256, 1024), "bias": (1024,)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    for mu_dtype in (None, "int8", "int4"):
-        state = jax.eval_shape(make(1e-2, mu_dtype=mu_dtype).init, params)
-        found = [
-            (leaf.shape, spec)
-            for path, leaf in jax.tree.leaves_with_path(state)
-            for name, spec in rules.items()
-            if name in jax.tree_util.keystr(path)
-        ]
-        assert len(found) >= len(params)
-        for shape, spec in found:
-            assert all(n % sizes[axis] == 0 for n, axis in zip(shape, spec, strict=True))
-
-
 def test_axlearns_interface(monkeypatch):
     Spec = dataclasses.make_dataclass("Spec", ["shape", "dtype", "mesh_axes"])
     stand_in = SimpleNamespace(
