@@ -19,11 +19,6 @@ TABLE = pathlib.Path(__file__).parents[2] / "data" / "came_pytorch.json"
 SHAPES = {"matrix": (6, 10), "stack": (3, 4, 5), "vector": (7,), "single": (1,)}
 
 
-def start():
-    """The first parameters, float32."""
-    return _draw(0, lambda random, shape: 0.02 * random.standard_normal(shape))
-
-
 def gradients(step):
     """The gradients of a step, float32: sizes of steps, rows and columns lie decades apart.
 
@@ -53,7 +48,8 @@ def test_equals_the_authors_package():
     decay = settings.pop("learning_rate"), settings.pop("weight_decay")
     with jax.enable_x64(True):
         tx = with_decay(scale_by_came(**settings), *decay)
-        first = params = optax.tree.cast(start(), jnp.float64)
+        drawn = _draw(0, lambda random, shape: 0.02 * random.standard_normal(shape))
+        first = params = optax.tree.cast(drawn, jnp.float64)
         state, update = tx.init(params), jax.jit(tx.update)
         for step in range(1, 51):
             grads = optax.tree.cast(gradients(step), jnp.float64)
