@@ -117,8 +117,6 @@ def blocks() -> dict[str, str]:
     states = _read("memory/memory_table.json")
     of_defaults = loss_tables.read(PICTURES / "defaults.jsonl")
     defaults = loss_tables.summarize(of_defaults)
-    of_weights = loss_tables.read(PICTURES / "weights.jsonl")
-    longer = loss_tables.summarize([*of_defaults, *of_weights])
     found = {
         "at a glance": _at_a_glance(defaults, states["ours"]),
         "shown": _shown(defaults, states["ours"]),
@@ -140,14 +138,14 @@ def blocks() -> dict[str, str]:
         "bits": loss_tables.comparison(defaults, BITS, BITS[0], SMALL),
         "layouts": loss_tables.comparison(defaults, LAYOUTS, LAYOUTS[-1], SMALL),
         "lengths": loss_tables.comparison(defaults, MEMORIES, MEMORIES[-2], LENGTHS),
-        "longer": loss_tables.comparison(longer, LONGER, LONGER[0], LENGTHS[2:3]),
+        "longer": loss_tables.comparison(defaults, LONGER, LONGER[0], LENGTHS[2:3]),
         "larger": loss_tables.comparison(results, LARGER, "Muon", ("larger", "longer")),
         "decays": loss_tables.comparison(defaults, DECAYS, DECAYS[-1], OF_1600_STEPS),
         "first minutes": _first_minutes(defaults, of_defaults),
         "rates": _rates(defaults, of_defaults),
     }
     kinds = get_args(Weights)[1:]
-    found["weights"] = _variants("weights.jsonl", dict.fromkeys(WEIGHTS, kinds), of_defaults)
+    found["weights"] = _variants("weights.jsonl", dict.fromkeys(WEIGHTS, kinds))
     found["micro-batches"] = _variants("micro_batches.jsonl", dict.fromkeys(WEIGHTS, ("split",)))
     for name, devices in {"160M": ("h100", "v5e", "cpu"), "8B": ("h100", "v5p")}.items():
         of_devices = {
@@ -254,10 +252,10 @@ def _rates(results: loss_tables.Results, rows: Sequence[dict]) -> str:
     return records.table(titles, cells)
 
 
-def _variants(file: str, kinds: dict[str, Sequence[str]], others: Sequence[dict] = ()) -> str:
+def _variants(file: str, kinds: dict[str, Sequence[str]]) -> str:
     """A table for each contender of what follows its name, compared with it alone."""
     rows = loss_tables.read(PICTURES / file)
-    found = loss_tables.summarize([*rows, *others])
+    found = loss_tables.summarize(rows)
     settings = sorted({row["setting"] for row in rows}, key=len)
     tables = [
         loss_tables.comparison(
