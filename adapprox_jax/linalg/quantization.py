@@ -17,6 +17,8 @@ from adapprox_jax.linalg.rounding import LARGEST_BFLOAT16, round_stochastically
 BLOCK = 32
 _SCALE_DTYPE = jnp.bfloat16
 BITS = (8, 5, 4)
+CUT = 2 * BLOCK  # rows of a tile of int4 in a TPU's memory; pieces of others would be copied
+_ADDED = {True: 0xFFFF, False: 0x7FFF}  # before the lower half of a float32 is cut off
 _UPPER = 0x7FFF0000  # half of an int32, without its sign
 _INFINITY = 0x7F800000  # the bits of a float32
 # Numbers on a device beyond which a TPU's compiler may end in a failed check, where it makes their
@@ -84,8 +86,7 @@ def scales_of(
       rounded_up: As noise needs. Else to the nearest, where a number may be cut off a little.
       is_fused: Whether a maximum fuses with what makes the array. Else that is in memory.
     """
-    axis = block_axis(array.shape)
-    added = 0xFFFF if rounded_up else 0x7FFF
+    axis, added = block_axis(array.shape), _ADDED[rounded_up]
     wide = array.astype(jnp.float32)
     blocks = in_blocks(_words(wide, added) if is_fused else wide, axis)
     # Of quarters first: to look along rows within 8 of them is slow on TPUs.
@@ -93,8 +94,28 @@ def scales_of(
     words = quarters if is_fused else [_words(part, added) for part in quarters]
     largest = functools.reduce(_larger_halves, words)
     # Plain maxima, which a mesh that divides blocks can take over its devices.
-    halves = (jnp.max(x, axis + 1) for x in (largest & _UPPER, largest << 16))
-    up, down = (jax.lax.bitcast_convert_type(x, jnp.float32) for x in halves)
+    up, down = (jnp.max(x, axis + 1) for x in (largest & _UPPER, largest << 16))
+    return _scales(up, down, bits, added)
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "bits", "rounded_up"))
+def scales_of_cut(array: jax.Array, axis: int, bits: int, *, rounded_up: bool) -> jax.Array:
+    """`scales_of` an array that is cut along an axis, (..., pieces, CUT, ...), by plain maxima."""
+    wide, added = array.astype(jnp.float32), _ADDED[rounded_up]
+    block = jax.lax.broadcasted_iota(jnp.int32, wide.shape, axis + 1) // BLOCK
+    scales = []
+    for i in range(CUT // BLOCK):
+        # Without the others' numbers, because what is cut out of a pass does not fuse.
+        own = jnp.where(block == i, wide, 0)
+        up, down = (_rounded(jnp.max(x, axis + 1), added) & _UPPER for x in (own, -own))
+        scales.append(_scales(up, down, bits, added))
+    # Made before they are stacked: of a tile of 8 rows two would be used.
+    return _joined(jnp.stack(jax.lax.optimization_barrier(scales), axis + 1), axis)
+
+
+def _scales(up: jax.Array, down: jax.Array, bits: int, added: int) -> jax.Array:
+    """Scales from the largest sizes of both signs: the bits of float32 that bfloat16 holds."""
+    up, down = (jax.lax.bitcast_convert_type(x, jnp.float32) for x in (up, down))
     longer, shorter = jnp.maximum(up, down), jnp.minimum(up, down)
     reach = _units(2 ** (bits - 1) - 1, bits)  # of the last code on the shorter side
     scale = jnp.maximum(longer, jnp.minimum(shorter / reach, LARGEST_BFLOAT16))
@@ -107,9 +128,14 @@ def _words(array: jax.Array, added: int) -> jax.Array:
 
     So that one pass finds the largest of each sign: with two XLA fuses nothing.
     """
-    size = jax.lax.bitcast_convert_type(jnp.abs(array), jnp.int32)
-    rounded = jnp.where(size < _INFINITY, jnp.minimum(size + added, _INFINITY - 1), size)
+    rounded = _rounded(array, added)
     return jnp.where(array < 0, rounded >> 16, rounded & _UPPER)
+
+
+def _rounded(array: jax.Array, added: int) -> jax.Array:
+    """The bits of the size of each number. Its upper half is that of a bfloat16."""
+    size = jax.lax.bitcast_convert_type(jnp.abs(array), jnp.int32)
+    return jnp.where(size < _INFINITY, jnp.minimum(size + added, _INFINITY - 1), size)
 
 
 def _larger_halves(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -203,6 +229,22 @@ def _numbers_of(
     axis = block_axis(shape)
     signed = _with_signs(codes, axis, shape[axis]) if bits == 5 else codes
     return _units(signed.astype(jnp.float32), bits) * _of_each(scales, axis, shape[axis])
+
+
+def dequantize_cut(
+    codes: jax.Array, scales: jax.Array, shape: tuple[int, ...], bits: int
+) -> jax.Array:
+    """`dequantize`, to numbers that are cut along the axis of the blocks, (..., pieces, CUT, ...).
+
+    The codes are cut first: XLA would keep numbers that are made before.
+    """
+    axis = block_axis(shape)
+    signed = _with_signs(codes, axis, shape[axis]) if bits == 5 else codes
+    cut = jax.lax.optimization_barrier(in_blocks(signed, axis, CUT)).astype(jnp.float32)
+    # In other shapes than `_of_each` has: XLA would keep what both have in common.
+    each = jnp.expand_dims(in_blocks(scales, axis, CUT // BLOCK), axis + 2)
+    each = jnp.broadcast_to(each, (*each.shape[: axis + 2], BLOCK, *each.shape[axis + 3 :]))
+    return _units(cut, bits) * _joined(each, axis + 1).astype(jnp.float32)
 
 
 def _units(codes: Any, bits: int) -> Any:

@@ -8,10 +8,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from adapprox_jax.linalg.quantization import block_axis, codes_of, dequantize, scales_of
+from adapprox_jax.linalg.quantization import (
+    CUT,
+    block_axis,
+    codes_of,
+    dequantize,
+    dequantize_cut,
+    in_blocks,
+    scales_of,
+    scales_of_cut,
+)
 from adapprox_jax.linalg.rounding import uniform_noise, wide_dtype
 from adapprox_jax.sharding.axes import devices_in_use, with_automatic_axes
 from adapprox_jax.step.alike import each_alike
+from adapprox_jax.step.matrix import has_whole_pieces
 from adapprox_jax.step.platform import Platform
 from adapprox_jax.step.xla_order import begin_after, first_two
 
@@ -108,8 +118,17 @@ def _average_in_codes(
         codes = begin_after(platform, first_two(update), codes)
     older, new = now.terms(update, dequantize(codes, scales, update.shape))
     average, scales_now = older + new, partial(scales_of, bits=now.bits, rounded_up=now.has_noise)
-    if now.twice and platform.makes_averages_twice:
-        new_scales = scales_now(average, is_fused=True)
+    is_twice, is_cut = now.twice and platform.makes_averages_twice, platform.fuses_in_pieces
+    axis = block_axis(update.shape)
+    if is_twice and (has_whole_pieces(update.shape[axis]) or not is_cut):
+        if is_cut:
+            cut = in_blocks(update, axis, CUT)
+            cut = jax.lax.optimization_barrier(cut) if again is None else cut
+            terms = now.terms(cut, dequantize_cut(codes, scales, update.shape, now.bits))
+            cut = jnp.add(*terms)
+            new_scales = scales_of_cut(cut, axis, now.bits, rounded_up=now.has_noise)
+        else:
+            new_scales = scales_now(average, is_fused=True)
         # Of the same arrays XLA would make one average, and keep it.
         if again is None:
             later = jax.lax.optimization_barrier((update, codes, new_scales))
@@ -124,4 +143,8 @@ def _average_in_codes(
         new_scales = scales_now(average)
     emitted = now.emitted(average, average - older)
     noise = uniform_noise(update.shape, now.step) if now.has_noise else None
-    return emitted, codes_of(average, new_scales, now.bits, noise), new_scales
+    new_codes = codes_of(average, new_scales, now.bits, noise)
+    if is_twice and is_cut and new_codes.shape == emitted.shape:
+        # No code is as large. XLA would make the two in two passes.
+        emitted = jnp.where(new_codes.astype(jnp.int32) == 2**now.bits, 0, emitted)
+    return emitted, new_codes, new_scales

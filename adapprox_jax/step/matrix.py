@@ -24,7 +24,7 @@ from adapprox_jax.linalg.products import (
     outer,
     outer_by_rows,
 )
-from adapprox_jax.linalg.quantization import in_blocks
+from adapprox_jax.linalg.quantization import CUT, in_blocks
 from adapprox_jax.linalg.rounding import round_stochastically, wide_dtype
 from adapprox_jax.linalg.srsi import power_of_two_below
 from adapprox_jax.settings import Settings
@@ -180,6 +180,26 @@ def project(plan: Plan, matrix: Matrix, basis: Factors) -> jax.Array:
 def quotient_of(plan: Plan, matrix: Matrix, *_: Any) -> jax.Array:
     """The gradient over the root of V, in its type."""
     return wide_quotient_of(plan, matrix).astype(matrix.grad.dtype)
+
+
+def quotient_in_pieces(plan: Plan, matrix: Matrix, *_: Any) -> jax.Array:
+    """The same, made of rows that are cut into pieces, if each device has whole ones."""
+    if not has_whole_pieces(matrix.grad.shape[0]):
+        return quotient_of(plan, matrix)
+    rows = matrix.grad, matrix.q if plan.axis == 0 else matrix.u
+    pieces = jax.lax.optimization_barrier([in_blocks(x, 0, CUT) for x in rows])
+
+    def of_piece(grad: jax.Array, factor: jax.Array) -> jax.Array:
+        q, u = (factor, matrix.u) if plan.axis == 0 else (matrix.q, factor)
+        piece = matrix._replace(grad=grad, q=q, u=u)
+        return quotient_of(plan, piece)
+
+    return jax.vmap(of_piece)(*pieces).reshape(matrix.grad.shape)
+
+
+def has_whole_pieces(size: int) -> bool:
+    """Whether each device has whole pieces of `CUT` numbers, however it divides an axis."""
+    return size % (CUT * devices_in_use()) == 0
 
 
 def wide_quotient_of(plan: Plan, matrix: Matrix, *_: Any) -> jax.Array:

@@ -43,6 +43,7 @@ from adapprox_jax.step.matrix import (
     kept_columns,
     new_state,
     project,
+    quotient_in_pieces,
     quotient_of,
     rank_of,
     residuals_and_quotient,
@@ -187,14 +188,15 @@ def _scaled(
     twice: bool,
 ) -> list[Scaled]:
     """Scaled gradients after the clip, from quotients if there are any."""
-    plans, stacks = found.plans, found.stacks
-    twice = twice and plans[0].platform.makes_averages_twice
+    plans, stacks, platform = found.plans, found.stacks, found.plans[0].platform
+    twice = twice and platform.makes_averages_twice
+    for_scales = quotient_in_pieces if platform.fuses_in_pieces else quotient_of
     # Both times anew, or XLA keeps targets of the pass before, or one update for both.
     updates = []
-    for _ in range(1 + twice):
+    for one_pass in (*[for_scales] * twice, quotient_of):
         if twice:
             stacks, _ = _made_anew(plans, stacks, squares)
-        of_pass = quotients or sweep(quotient_of, plans, stacks)
+        of_pass = quotients or sweep(one_pass, plans, stacks)
         updates.append(each(clipped, plans, of_pass, squares, entries))
     return list(map(Scaled, updates[0], updates[-1]))
 

@@ -33,6 +33,8 @@ class Platform:
     """A maximum over blocks fuses with what it reads. So a new average that is kept in codes is
     made twice, as the update that goes into it: once for the scales of its blocks. It is never
     written to memory in float32."""
+    fuses_in_pieces: bool
+    """That maximum fuses only with what is made of arrays that are cut into pieces before."""
     directions_at_once: int
     """Entries that a Newton-Schulz iteration works on at once; about four arrays are that large."""
     directions_dtype: Any
@@ -47,6 +49,7 @@ CPU = Platform(
     largest_slice=2**20,
     target_dtype=None,
     makes_averages_twice=False,
+    fuses_in_pieces=False,
     directions_at_once=2**20,
     directions_dtype=None,
 )
@@ -58,6 +61,7 @@ GPU = Platform(
     largest_slice=None,
     target_dtype=jnp.bfloat16,
     makes_averages_twice=True,
+    fuses_in_pieces=False,
     directions_at_once=2**25,
     directions_dtype=jnp.bfloat16,
 )
@@ -67,7 +71,7 @@ TPU = dataclasses.replace(
     fuses_products=True,
     most_parts=1,
     target_dtype=None,
-    makes_averages_twice=False,
+    fuses_in_pieces=True,
     directions_at_once=2**24,
 )
 # Whose memory is large, and whose bfloat16 is slow.

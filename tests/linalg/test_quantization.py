@@ -76,6 +76,23 @@ def test_blocks_of_a_stack_lie_along_its_rows(bits):
 
 
 @each_bits
+@pytest.mark.parametrize("rounded_up", [True, False])
+def test_what_is_cut_before_has_the_same_scales_and_numbers(bits, rounded_up):
+    """Along an axis that is not the first; of what is infinite or no number, too."""
+    array = np.random.default_rng(0).normal(size=(2, 192, 5)) * [1e-30, 1, 1e30, 0, -1]
+    array[1, 40, 1], array[1, 70, 2], array[0, 3, 4] = np.inf, np.nan, 3.4e38
+    array = jnp.asarray(array, jnp.float32)
+    cut = quantization.in_blocks(array, 1, quantization.CUT)
+    scales = quantization.scales_of(array, bits, rounded_up=rounded_up)
+    actual = quantization.scales_of_cut(cut, 1, bits, rounded_up=rounded_up)
+    np.testing.assert_array_equal(*(x.astype(jnp.float32) for x in (actual, scales)))
+    finite = jnp.nan_to_num(array)
+    coded = quantize(finite, bits)
+    numbers = quantization.dequantize_cut(*coded, array.shape, bits).reshape(array.shape)
+    np.testing.assert_array_equal(numbers, adapprox_jax.dequantize(*coded, array.shape))
+
+
+@each_bits
 def test_zeros_and_the_ends_of_the_number_range(bits):
     x = jnp.asarray(np.r_[np.zeros(32), np.full(32, 1e-30), np.full(32, -3e38)], jnp.float32)
     back = adapprox_jax.dequantize(*quantize(x, bits), (96,))

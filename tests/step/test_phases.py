@@ -76,20 +76,23 @@ def test_factors_of_targets_in_bfloat16_are_as_near_to_them(name, in_phases, mon
 @pytest.mark.parametrize(
     ("name", "bits"), [("adapprox", "int8"), ("adapprox", "int5"), ("adapprox_muon", "int4")]
 )
-def test_averages_made_twice_are_those_made_once(name, bits, in_phases, monkeypatch):
-    """On GPUs. A number between two codes may get the other one.
+@pytest.mark.parametrize("kind", ["gpu", "tpu"])
+def test_averages_made_twice_are_those_made_once(name, bits, kind, in_phases, monkeypatch):
+    """A number between two codes may get the other one.
 
     In 4 bits that is up to 0.5 of the mean size, so 0.008 of the norm of 4096 numbers, and some
     more after an orthogonalization. A few may.
     """
     make = partial(getattr(adapprox_jax, name), 1.0, max_rank=4, mu_dtype=bits)
     shapes = {"embedding": (128, 64), "mlp": (2, 64, 96), "table": (64, 64), "bias": (64,)}
+    shapes |= {"no whole pieces": (96, 64)}
     grads = gradients(4, shapes)
     runs = []
     for twice in (False, True):
-        record = dataclasses.replace(platform.MESH_OF_CPUS, makes_averages_twice=twice)
-        monkeypatch.setattr(platform, "GPU", record)
-        in_phases("gpu")
+        like = {"gpu": platform.MESH_OF_CPUS, "tpu": platform.TPU}[kind]
+        record = dataclasses.replace(like, makes_averages_twice=twice)
+        monkeypatch.setattr(platform, kind.upper(), record)
+        in_phases(kind)
         runs.append(run(make(), grads)[0])
     assert_near(*runs, 0.03)
 
