@@ -120,13 +120,13 @@ def test_codes_of_updates_that_are_made_twice_wait_whatever_their_size():
     assert len(re.findall(rf"optimization_barrier .* : {codes}, {codes}", program)) == 3
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", ["cpu", "gpu", "tpu"])
 @pytest.mark.parametrize(("shape", "spec"), [((8, 48, 128), P(None, "x")), ((64, 128), P("x"))])
 def test_devices_may_divide_blocks(shape, spec, kind, in_phases):
     """The largest numbers of a block are then on several of them."""
     tx = average_unless_zero(0.9, of_gradients=True, mu_dtype="int8", rounding="nearest")
     array = jax.random.normal(jax.random.key(0), shape)
-    if kind == "gpu":
+    if kind != "cpu":
         in_phases(kind)
     expected, _ = jax.jit(tx.update)(array, tx.init(array))
     divided = jax.device_put(array, NamedSharding(mesh_of((8,), ("x",)), spec))
