@@ -118,15 +118,12 @@ def _average_in_codes(
         codes = begin_after(platform, first_two(update), codes)
     older, new = now.terms(update, dequantize(codes, scales, update.shape))
     average, scales_now = older + new, partial(scales_of, bits=now.bits, rounded_up=now.has_noise)
-    is_twice, is_cut = now.twice and platform.makes_averages_twice, platform.fuses_in_pieces
-    axis = block_axis(update.shape)
-    if is_twice and (has_whole_pieces(update.shape[axis]) or not is_cut):
-        if is_cut:
-            cut = in_blocks(update, axis, CUT)
-            cut = jax.lax.optimization_barrier(cut) if again is None else cut
-            terms = now.terms(cut, dequantize_cut(codes, scales, update.shape, now.bits))
-            cut = jnp.add(*terms)
-            new_scales = scales_of_cut(cut, axis, now.bits, rounded_up=now.has_noise)
+    in_pieces = platform.fuses_in_pieces
+    can_be_twice = not in_pieces or has_whole_pieces(update.shape[block_axis(update.shape)])
+    is_twice = now.twice and platform.makes_averages_twice and can_be_twice
+    if is_twice:
+        if in_pieces:
+            new_scales = _scales_in_pieces(now, update, codes, scales, is_kept=again is None)
         else:
             new_scales = scales_now(average, is_fused=True)
         # Of the same arrays XLA would make one average, and keep it.
@@ -144,7 +141,26 @@ def _average_in_codes(
     emitted = now.emitted(average, average - older)
     noise = uniform_noise(update.shape, now.step) if now.has_noise else None
     new_codes = codes_of(average, new_scales, now.bits, noise)
-    if is_twice and is_cut and new_codes.shape == emitted.shape:
+    if is_twice and in_pieces and new_codes.shape == emitted.shape:
         # No code is as large. XLA would make the two in two passes.
         emitted = jnp.where(new_codes.astype(jnp.int32) == 2**now.bits, 0, emitted)
     return emitted, new_codes, new_scales
+
+
+def _scales_in_pieces(
+    now: AverageStep, update: jax.Array, codes: jax.Array, scales: jax.Array, *, is_kept: bool
+) -> jax.Array:
+    """The scales of a new average, which is made in pieces of whole blocks and not kept.
+
+    Args:
+      now: The step.
+      update: Of the leaf.
+      codes: Of its last average.
+      scales: Of these codes.
+      is_kept: Whether the update is in memory, and not made in such pieces itself.
+    """
+    axis = block_axis(update.shape)
+    cut = in_blocks(update, axis, CUT)
+    cut = jax.lax.optimization_barrier(cut) if is_kept else cut
+    older, new = now.terms(cut, dequantize_cut(codes, scales, update.shape, now.bits))
+    return scales_of_cut(older + new, axis, now.bits, rounded_up=now.has_noise)
