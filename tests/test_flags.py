@@ -77,7 +77,7 @@ def test_strict_flags(name):
 
 
 def test_strict_flags_of_functions():
-    params = {name: parameters()[name] for name in ("kernel", "bias")}
+    params = {name: parameters()[name] for name in ("kernel", "stack", "bias")}
     matrix = params["kernel"]
     with strict_flags():
         for orthogonalization in ("qr", "cholesky"):

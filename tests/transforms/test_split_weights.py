@@ -207,6 +207,21 @@ def test_leaves_with_few_weights_or_none(shapes):
             assert bool((x < 1).all())
 
 
+def test_around_multi_steps():
+    tx = split_weights(optax.MultiSteps(optax.sgd(1e-3), 2).gradient_transformation())
+    params, state = split(tx, weights())
+    first, second = gradients(2)
+    middle, state = stepping(tx)(params, state, first)
+    np.testing.assert_array_equal(middle["kernel"], params["kernel"])
+    params, state = stepping(tx)(middle, state, second)
+    expected = (
+        weights()["kernel"] - 1e-3 * (first["kernel"] + second["kernel"].astype(jnp.float32)) / 2
+    )
+    np.testing.assert_allclose(
+        join_weights(params, state)["kernel"], expected, rtol=2.0**-15, atol=1e-8
+    )
+
+
 def test_reports_maps_and_conversions():
     start = weights()
     tx = split_weights(adapprox_jax.adapprox(1e-3))
@@ -273,6 +288,24 @@ def test_remainders_lie_as_the_weights(kind):
     alone = join_weights(*run(tx, *split(tx, start), 3))
     for name, x in together.items():
         np.testing.assert_allclose(x, alone[name], rtol=1e-3, atol=1e-4)
+
+
+def test_an_optimizer_of_nnx_trains_them():
+    nnx = pytest.importorskip("flax.nnx")
+    inputs = jnp.ones((4, 8), jnp.bfloat16)
+    model = nnx.Linear(8, 16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, split_weights(optax.sgd(1e-3)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer):
+        grads = nnx.grad(lambda m: jnp.mean((m(inputs) - 1) ** 2))(model)
+        optimizer.update(model, grads)
+
+    before = model.kernel[...]
+    step(model, optimizer)
+    assert model.kernel[...].dtype == jnp.bfloat16
+    joined = join_weights(nnx.state(model, nnx.Param), optimizer.opt_state)
+    assert np.any(joined["kernel"][...] != before.astype(jnp.float32))
 
 
 SGD = optax.sgd(1e-3)

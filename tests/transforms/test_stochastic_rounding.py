@@ -58,6 +58,9 @@ def test_with_adapprox_a_state_is_float32():
     tx = stochastic_rounding(adapprox_jax.adapprox(1e-3))
     state = tx.init(ones())
     assert {x.dtype.name for x in jax.tree.leaves(state)} <= {"float32", "int32", "uint32"}
+    params = run(tx, ones(), ones(), 3)
+    assert params["a"].dtype == jnp.bfloat16
+    assert 0.99 < mean(params["a"]) < 1
 
 
 def test_what_is_no_finite_number_stays():
